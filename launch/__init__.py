@@ -1,0 +1,1 @@
+"""A config becomes a running job: compose, validate, plan, render, submit, follow."""
