@@ -1,0 +1,1 @@
+"""The Hydra tree and `schema`, the only place where an option is declared."""

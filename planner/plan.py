@@ -1,0 +1,81 @@
+"""What the planner decides, and what plan.json holds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrainLayout:
+    """The core training pool: tp x pp x cp x dp ranks, one rank per GPU."""
+
+    gpus: int
+    nodes: int
+    gpus_per_node: int
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    micro_batch_size: int
+
+
+@dataclass(frozen=True)
+class InstancePlacement:
+    """One vLLM server. `component` is its hetjob component (0 when the layout is single); `node` counts inside it."""
+
+    name: str
+    tp: int
+    component: int
+    node: int
+
+
+@dataclass(frozen=True)
+class RolloutLayout:
+    gpus: int
+    nodes: int
+    gpus_per_node: int
+    instances: tuple[InstancePlacement, ...]
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A branch that was cut, and why, with wanted and available."""
+
+    branch: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`memory_bytes` maps "trainer" and "rollout" to named terms per GPU, with "total" and "budget"."""
+
+    layout: str
+    layout_reason: str
+    device: str
+    train: TrainLayout
+    rollout: RolloutLayout
+    memory_bytes: dict[str, dict[str, float]] = field(default_factory=dict)
+    predicted: dict[str, float] = field(default_factory=dict)
+    rejected: tuple[Rejected, ...] = ()
+    runners_up: tuple[dict[str, Any], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Plan:
+        """Inverse of `to_dict`; keys that a record adds (run id, attempt) are ignored."""
+        rollout = record["rollout"]
+        instances = tuple(InstancePlacement(**placement) for placement in rollout["instances"])
+        return cls(
+            layout=record["layout"],
+            layout_reason=record["layout_reason"],
+            device=record["device"],
+            train=TrainLayout(**record["train"]),
+            rollout=RolloutLayout(rollout["gpus"], rollout["nodes"], rollout["gpus_per_node"], instances),
+            memory_bytes=record["memory_bytes"],
+            predicted=record["predicted"],
+            rejected=tuple(Rejected(**cut) for cut in record["rejected"]),
+            runners_up=tuple(record["runners_up"]),
+        )

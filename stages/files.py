@@ -1,0 +1,118 @@
+"""Atomic records on a shared filesystem, and waiting for them.
+
+The rules come from how NFS and Lustre behave (DESIGN section 3): a file appears by rename only, a name is looked for by
+listing its parent directory (an NFS client may cache "does not exist" for `acdirmax`, 60 s), and every wait has a
+deadline and says what it waited for and from whom.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+Found = TypeVar("Found")
+
+POLL_FIRST_S = 0.005
+POLL_LAST_S = 0.5
+
+
+class WaitTimeoutError(TimeoutError):
+    """Something that another process had to write did not appear before the deadline."""
+
+    def __init__(self, awaited: str, from_whom: str, waited_s: float) -> None:
+        super().__init__(f"waited {waited_s:.1f} s for {awaited} from {from_whom}; it did not come")
+        self.awaited = awaited
+        self.from_whom = from_whom
+        self.waited_s = waited_s
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make a rename inside `directory` durable (a no-op on NFS, needed on local disks and Lustre)."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_bytes_atomic(path: Path, data: bytes) -> None:
+    """Write-temp, fsync, rename, fsync of the directory. Readers see the old file or the whole new one; mode 0600."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
+def write_json_atomic(path: Path, payload: dict[str, Any]) -> None:
+    write_bytes_atomic(path, (json.dumps(payload, indent=1, sort_keys=True) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in `path`; None when there is no such file yet.
+
+    Raises ValueError for a file that is not a JSON object: records appear by rename, so a half one is damage, not haste.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds {type(value).__name__}, wanted a JSON object")
+    return value
+
+
+def list_names(directory: Path) -> list[str]:
+    """Sorted names in `directory` without temporaries; empty when the directory does not exist yet."""
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(entry.name for entry in entries if not entry.name.startswith("."))
+    except FileNotFoundError:
+        return []
+
+
+def make_directory(path: Path) -> Path:
+    """Create `path` and its parents with mode 0700; harmless when another process made it first."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+def wait_for(
+    look: Callable[[], Found | None],
+    *,
+    deadline_s: float,
+    awaited: str,
+    from_whom: str,
+    check: Callable[[], None] | None = None,
+) -> Found:
+    """Call `look` with growing pauses until it returns something other than None.
+
+    `look` must list directories or open files, never ask `exists()`. `check` runs between looks and raises to give up
+    early (a stop was asked for, the other side reported a failure). Raises WaitTimeoutError after `deadline_s` seconds.
+    """
+    started = time.monotonic()
+    pause_s = POLL_FIRST_S
+    while True:
+        found = look()
+        if found is not None:
+            return found
+        if check is not None:
+            check()
+        waited_s = time.monotonic() - started
+        if waited_s >= deadline_s:
+            raise WaitTimeoutError(awaited, from_whom, waited_s)
+        time.sleep(min(pause_s, max(0.0, deadline_s - waited_s)))
+        pause_s = min(pause_s * 1.3, POLL_LAST_S if waited_s > 5 else 0.02)

@@ -1,0 +1,45 @@
+"""Processes that die with their parent, and stages that stop when asked."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
+
+
+class ParentGoneError(RuntimeError):
+    """The parent had already died when the death signal was set."""
+
+
+def die_with_parent(expected_parent: int | None = None, signum: int = signal.SIGKILL) -> None:
+    """Ask Linux to send `signum` to this process when the thread that started it ends (prctl(2), PR_SET_PDEATHSIG).
+
+    The signal follows the *thread* that forked, so children must be started from the main thread. The setting survives
+    exec but not fork. Raises ParentGoneError when `expected_parent` is given and is no longer the parent: it died
+    before the call.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    if expected_parent is not None and os.getppid() != expected_parent:
+        raise ParentGoneError(f"parent {expected_parent} is gone")
+
+
+def install_stop_handlers(stop: threading.Event) -> None:
+    """TERM, INT and USR2 set `stop`; CONT is ignored. Main thread only.
+
+    submitit's own handlers swallow TERM, and on USR2 every step's rank 0 would requeue the whole job, so stages replace
+    them inside the callable (facts: submitit.core.job_environment.SignalHandler).
+    """
+
+    def on_stop(_signum: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(signum, on_stop)
+    signal.signal(signal.SIGCONT, signal.SIG_IGN)

@@ -1,0 +1,303 @@
+"""The run directory: the only module that knows its layout (DESIGN section 3).
+
+Every record carries (run_id, attempt, sequence, writer). A reader ignores records of another run; control records of an
+older attempt are ignored too, and a writer of an older attempt is refused, so a requeued job cannot act on leftovers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stages.files import fsync_directory, list_names, make_directory, read_json, write_json_atomic
+
+SCHEMA_VERSION = 1
+_VERSION_NAME = re.compile(r"^v(\d{6,})$")
+_STEP_NAME = re.compile(r"^step_(\d{6,})$")
+
+
+class RunDirectoryError(ValueError):
+    """The run directory is not what the caller needs it to be."""
+
+
+class RunNotFoundError(RunDirectoryError):
+    """There is no run in this directory."""
+
+
+class RunInUseError(RunDirectoryError):
+    """The directory already holds a run (or other files)."""
+
+
+class FencedError(RuntimeError):
+    """A newer attempt of this run exists: this process must not write any more."""
+
+
+class OutsideRunError(RunDirectoryError):
+    """A path read from a record points outside the run directory."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One process's view of a run.
+
+    `attempt` is the attempt that this process belongs to; `writer` names it in every record (for example "trainer").
+    """
+
+    root: Path
+    run_id: str
+    attempt: int
+    writer: str
+    _sequence: Iterator[int] = field(default_factory=lambda: itertools.count(1), repr=False, compare=False)
+
+    # ---- making and opening ------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, root: Path, *, extra: dict[str, Any] | None = None) -> RunDir:
+        """Make a new run in `root`, with attempt 0 and a random run id.
+
+        Raises RunInUseError when `root` exists and is not empty.
+        """
+        root = root.absolute()
+        if list_names(root):
+            raise RunInUseError(f"{root} is not empty; choose another launch.run_dir or remove the directory")
+        make_directory(root)
+        root.chmod(0o700)
+        run = cls(root=root, run_id=secrets.token_hex(8), attempt=0, writer="launcher")
+        for folder in (run.instances, run.weights, run.requests, run.refreshed, run.batches, run.ledger, run.checkpoints):
+            make_directory(folder)
+        run.start_attempt(0)
+        run.write(run.run_json, {"schema_version": SCHEMA_VERSION, "created": time.time(), **(extra or {})})
+        return run
+
+    @classmethod
+    def open(cls, root: Path, *, writer: str, attempt: int | None = None) -> RunDir:
+        """Open the run in `root`. Without `attempt`, the newest attempt. Raises RunNotFoundError."""
+        root = root.absolute()
+        record = read_json(root / "run.json")
+        if record is None:
+            raise RunNotFoundError(f"{root} holds no run (no run.json); a run is made by `python -m launch`")
+        newest = max((int(name) for name in list_names(root / "attempts") if name.isdigit()), default=0)
+        return cls(root, record["run_id"], newest if attempt is None else attempt, writer)
+
+    def start_attempt(self, attempt: int) -> None:
+        """Make the folders of an attempt; from now on writers of older attempts are fenced out."""
+        base = make_directory(self.root / "attempts" / str(attempt))
+        for name in ("logs", "submitit", "traces"):
+            make_directory(base / name)
+
+    def newest_attempt(self) -> int:
+        return max((int(name) for name in list_names(self.root / "attempts") if name.isdigit()), default=0)
+
+    # ---- layout ------------------------------------------------------------------------------------------------
+
+    @property
+    def run_json(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def config_yaml(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def plan_json(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def job_sbatch(self) -> Path:
+        return self.root / "job.sbatch"
+
+    @property
+    def desired_json(self) -> Path:
+        return self.root / "desired.json"
+
+    @property
+    def metrics_jsonl(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def summary_json(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def token_file(self) -> Path:
+        """The run's bearer token for the rollout servers: mode 0600, one line."""
+        return self.root / "token"
+
+    @property
+    def attempt_dir(self) -> Path:
+        return self.root / "attempts" / str(self.attempt)
+
+    @property
+    def state_json(self) -> Path:
+        """Written by the supervisor only: phase, running steps, first fatal cause."""
+        return self.attempt_dir / "state.json"
+
+    @property
+    def events_jsonl(self) -> Path:
+        """Written by the supervisor only: one line for each start, exit, decision."""
+        return self.attempt_dir / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.attempt_dir / "logs"
+
+    @property
+    def submitit(self) -> Path:
+        return self.attempt_dir / "submitit"
+
+    @property
+    def traces(self) -> Path:
+        return self.attempt_dir / "traces"
+
+    @property
+    def instances(self) -> Path:
+        return self.root / "instances"
+
+    def instance_json(self, name: str) -> Path:
+        return self.instances / f"{name}.json"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    def weights_version(self, version: int) -> Path:
+        return self.weights / f"v{version:06d}"
+
+    @property
+    def latest_json(self) -> Path:
+        return self.weights / "LATEST.json"
+
+    @property
+    def requests(self) -> Path:
+        return self.root / "control" / "requests"
+
+    def request_json(self, version: int) -> Path:
+        return self.requests / f"v{version:06d}.json"
+
+    def acks(self, version: int) -> Path:
+        return self.root / "control" / "acks" / f"v{version:06d}"
+
+    def ack_json(self, version: int, instance: str, phase: str) -> Path:
+        """`phase` is "prepared", "loaded" or "nack"."""
+        return self.acks(version) / f"{instance}.{phase}.json"
+
+    @property
+    def refreshed(self) -> Path:
+        return self.root / "control" / "refreshed"
+
+    def refreshed_json(self, version: int) -> Path:
+        """Written by the trainer when every instance of the request has proved `version`."""
+        return self.refreshed / f"v{version:06d}.json"
+
+    @property
+    def batches(self) -> Path:
+        return self.root / "batches"
+
+    def batch(self, step: int) -> Path:
+        return self.batches / f"step_{step:06d}"
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    # ---- records -----------------------------------------------------------------------------------------------
+
+    def write(self, path: Path, payload: dict[str, Any]) -> None:
+        """Publish a record atomically. Raises FencedError when a newer attempt exists, OutsideRunError on a stray path."""
+        self.check_fence()
+        self.inside(path)
+        stamp = {"run_id": self.run_id, "attempt": self.attempt, "sequence": next(self._sequence), "writer": self.writer}
+        write_json_atomic(path, {**payload, **stamp})
+
+    def read(self, path: Path, *, any_attempt: bool = False) -> dict[str, Any] | None:
+        """A record of this run, or None. Records of an older attempt count only with `any_attempt` (published data)."""
+        record = read_json(path)
+        if record is None or record.get("run_id") != self.run_id:
+            return None
+        if not any_attempt and record.get("attempt") != self.attempt:
+            return None
+        return record
+
+    def check_fence(self) -> None:
+        newest = self.newest_attempt()
+        if newest > self.attempt:
+            raise FencedError(f"attempt {self.attempt} ({self.writer}) is over: attempt {newest} of {self.root} runs")
+
+    def inside(self, path: Path | str) -> Path:
+        """`path` (absolute, or relative to the run) as a real path inside the run; follows symbolic links.
+
+        Raises OutsideRunError for anything that would leave the run directory.
+        """
+        candidate = Path(os.path.realpath(self.root / path))
+        if not candidate.is_relative_to(os.path.realpath(self.root)):
+            raise OutsideRunError(f"{path} lies outside the run directory {self.root}")
+        return candidate
+
+    @contextmanager
+    def publishing(self, final: Path, manifest_name: str = "manifest.json") -> Iterator[Publication]:
+        """Fill a directory that other processes see only when complete.
+
+        Yields a Publication with a temporary `path`; call `commit(payload)` on it to write the manifest and rename. A
+        body that leaves without commit (or raises) leaves nothing behind.
+        """
+        temporary = final.with_name(f".{final.name}.tmp-{self.attempt}-{secrets.token_hex(4)}")
+        make_directory(temporary)
+        publication = Publication(self, temporary, final, manifest_name)
+        try:
+            yield publication
+        finally:
+            if not publication.committed:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    # ---- what exists -------------------------------------------------------------------------------------------
+
+    def published_versions(self) -> list[int]:
+        return [int(m[1]) for name in list_names(self.weights) if (m := _VERSION_NAME.match(name))]
+
+    def published_batches(self) -> list[int]:
+        return [int(m[1]) for name in list_names(self.batches) if (m := _STEP_NAME.match(name))]
+
+    def manifest(self, directory: Path) -> dict[str, Any] | None:
+        """The commit record of a published directory of this run, from any attempt; None when it does not exist."""
+        return self.read(directory / "manifest.json", any_attempt=True)
+
+
+@dataclass
+class Publication:
+    """A directory on its way to being published; see `RunDir.publishing`."""
+
+    run: RunDir
+    path: Path
+    final: Path
+    manifest_name: str
+    committed: bool = False
+
+    def commit(self, payload: dict[str, Any]) -> None:
+        """Write the manifest last, make the directory durable, and give it its name.
+
+        A directory of that name left by an older attempt is moved aside first and removed.
+        """
+        self.run.write(self.path / self.manifest_name, payload)
+        fsync_directory(self.path)
+        if self.final.name in list_names(self.final.parent):
+            trash = self.final.with_name(f".{self.final.name}.trash-{secrets.token_hex(4)}")
+            os.rename(self.final, trash)
+            os.rename(self.path, self.final)
+            shutil.rmtree(trash, ignore_errors=True)
+        else:
+            os.rename(self.path, self.final)
+        fsync_directory(self.final.parent)
+        self.committed = True
