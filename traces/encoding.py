@@ -45,6 +45,8 @@ def _encode(value: object) -> str:
         return str(value)
     if kind is str:
         return json.dumps(value)
+    if kind is float and math.isfinite(value):  # type: ignore[arg-type]
+        return repr(value)
     return _encoder.encode(value)
 
 

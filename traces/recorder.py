@@ -3,7 +3,8 @@
 Schema `libra.phase_trace.v1`. Every record carries schema, rank, world_size, role, name, session, event, step
 and phase. Events:
 
-    anchor            wall_ns, monotonic_ns, hostname, boot_id, pid, num_slots, reason (open | periodic | close), dropped
+    anchor            wall_ns, monotonic_ns, offset_ns, hostname, boot_id, pid, num_slots, dropped,
+                      reason (open | periodic | close)
     phase_start       ts_ns, thread, span_id, parent_id, version, details
     phase_span        start_ns, end_ns, duration_s, thread, span_id, parent_id, version, details
     phase_unfinished  as phase_span, for spans still open when the recorder is closed
@@ -50,15 +51,15 @@ class Recorder:
     Args:
         directory: folder of the trace files, made (mode 0700) when missing.
         role: "trainer", "rollout", "controller", ...; decides sorting and the ledger's side.
-        rank: rank within the role's world, 0 or more.
-        world_size: number of processes of that role.
+        rank: rank within the role, 0 or more (an instance's number, for rollout); part of the file name.
+        world_size: number of processes of that step.
         name: names the process within the run, e.g. "trainer", "rollout_000"; part of the file name.
         enabled: when False, spans still measure time but nothing is written.
         num_slots: GPUs this process holds (CPU runs: worker slots), the weight of its seconds in the GPU-hour ledger.
             Default 1, or 0 for roles that hold none.
 
     Raises:
-        ValueError: a rank outside its world, or a name that is not a plain file name.
+        ValueError: a negative rank, an empty world, or a name that is not a plain file name.
         OSError: the file can not be opened, for any reason except a full disk.
     """
 
@@ -96,9 +97,7 @@ class Recorder:
             self._write_anchor("open")
             atexit.register(self.close)
 
-    def span(
-        self, phase: str, /, *, step: int | None = None, version: int | None = None, **details: object
-    ) -> Span:
+    def span(self, phase: str, /, *, step: int | None = None, version: int | None = None, **details: object) -> Span:
         """A context manager that records one phase; step and version default to those of the enclosing span."""
         return Span(self, phase, step, version, details)
 
@@ -123,9 +122,7 @@ class Recorder:
         """The thing `id` arrives in the current span. Several arrivals of one start are a fan-out."""
         self._flow("end", kind, id)
 
-    def instant(
-        self, name: str, /, *, step: int | None = None, version: int | None = None, **details: object
-    ) -> None:
+    def instant(self, name: str, /, *, step: int | None = None, version: int | None = None, **details: object) -> None:
         """Record a moment (a NACK, a dropped group, a signal) in the current span."""
         if not self._enabled:
             return
@@ -133,7 +130,7 @@ class Recorder:
         self._write(
             f'"instant","step":{encode_optional_int(step if step is not None or span is None else span.step)}'
             f',"phase":{quote(name)},"ts_ns":{self._wall_ns()}'
-            f"{self._place(span, version)},\"details\":{encode_details(details)}}}\n"
+            f'{self._place(span, version)},"details":{encode_details(details)}}}\n'
         )
 
     def close(self) -> None:
@@ -246,10 +243,6 @@ class Recorder:
 class Span:
     """One phase being recorded; made by `Recorder.span`, used once, as a context manager."""
 
-    __slots__ = (
-        "recorder", "phase", "step", "version", "details", "thread", "span_id", "duration_s", "_parent", "_start_ns",
-    )  # fmt: skip
-
     def __init__(
         self, recorder: Recorder, phase: str, step: int | None, version: int | None, details: dict[str, object]
     ) -> None:
@@ -329,7 +322,7 @@ def boot_id() -> str:
 
 
 def _validate(rank: int, world_size: int, name: str) -> None:
-    if not 0 <= rank < world_size:
-        raise ValueError(f"trace rank {rank} is outside its world: wanted 0 to {world_size - 1}")
+    if rank < 0 or world_size < 1:
+        raise ValueError(f"trace rank {rank} of a world of {world_size}: wanted 0 or more of 1 or more")
     if not name or name.startswith(".") or not name.replace("_", "").replace("-", "").replace(".", "").isalnum():
         raise ValueError(f"trace name {name!r} must be letters, digits, '_', '-' or '.': it is part of a file name")
