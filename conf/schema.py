@@ -28,7 +28,9 @@ class ModelConfig:
     num_key_value_heads: int = option(0, effect="Key/value heads (GQA); 0 reads config.json", minimum=0)
     head_dim: int = option(0, effect="Width of one head; 0 means hidden_size / num_attention_heads", minimum=0)
     vocab_size: int = option(0, effect="Rows of the embedding; 0 reads config.json", minimum=0)
-    tie_word_embeddings: bool = option(False, effect="Output head shares the embedding (read from config.json when it exists)")
+    tie_word_embeddings: bool = option(
+        False, effect="Output head shares the embedding (read from config.json when it exists)"
+    )
     rope_theta: float = option(10000.0, effect="Base of the rotary embedding", minimum=1.0)
     max_position_embeddings: int = option(0, effect="Longest position; 0 reads config.json", unit="tokens", minimum=0)
 
@@ -75,7 +77,8 @@ class AlgorithmConfig:
     clip_high: float = option(0.28, effect="Upper clip of the ratio: 1 + clip_high (DAPO)", minimum=0.0)
     normalize_advantage: bool = option(True, effect="Divide the group-centred reward by the group's standard deviation")
     drop_uniform_groups: bool = option(
-        False, effect="Leave groups whose rewards are all equal out of the batch and generate others (DAPO dynamic sampling)"
+        False,
+        effect="Leave groups whose rewards are all equal out of the batch and generate others (DAPO dynamic sampling)",
     )
     behaviour_weight_cap: float = option(
         5.0, effect="Cap of the proximal/behaviour importance weight of decoupled PPO", minimum=1.0
@@ -86,7 +89,9 @@ class AlgorithmConfig:
     adam_eps: float = option(1e-8, effect="Adam epsilon", minimum=0.0)
     weight_decay: float = option(0.0, effect="Decoupled weight decay on matrices", minimum=0.0)
     clip_grad_norm: float = option(1.0, effect="Global gradient norm limit; 0 disables it", minimum=0.0)
-    lr_schedule: str = option("constant", effect="Shape of the learning rate after warm-up", choices=("constant", "cosine", "linear"))
+    lr_schedule: str = option(
+        "constant", effect="Shape of the learning rate after warm-up", choices=("constant", "cosine", "linear")
+    )
     lr_warmup_steps: int = option(0, effect="Steps of linear rise", unit="steps", minimum=0)
     lr_min_ratio: float = option(0.0, effect="Final learning rate as a share of the peak", minimum=0.0, maximum=1.0)
 
@@ -95,16 +100,33 @@ class AlgorithmConfig:
 class RolloutConfig:
     """vLLM servers."""
 
-    dtype: str = option("bfloat16", effect="Number format of weights and computation in vLLM", choices=("float32", "bfloat16", "float16"))
-    enforce_eager: bool = option(False, effect="Run vLLM without CUDA graphs and compilation: starts faster, generates slower")
-    gpu_memory_utilization: float = option(0.9, effect="Share of GPU memory that vLLM may take", minimum=0.05, maximum=1.0)
-    kv_cache_bytes: float = option(0.0, effect="KV cache on CPU (VLLM_CPU_KVCACHE_SPACE), rounded up to GiB; 0 leaves vLLM's default", unit="bytes", minimum=0.0)
+    dtype: str = option(
+        "bfloat16",
+        effect="Number format of weights and computation in vLLM",
+        choices=("float32", "bfloat16", "float16"),
+    )
+    enforce_eager: bool = option(
+        False, effect="Run vLLM without CUDA graphs and compilation: starts faster, generates slower"
+    )
+    gpu_memory_utilization: float = option(
+        0.9, effect="Share of GPU memory that vLLM may take", minimum=0.05, maximum=1.0
+    )
+    kv_cache_bytes: float = option(
+        0.0,
+        effect="KV cache on CPU (VLLM_CPU_KVCACHE_SPACE), rounded up to GiB; 0 leaves vLLM's default",
+        unit="bytes",
+        minimum=0.0,
+    )
     max_num_seqs: int = option(256, effect="Sequences that vLLM decodes together", minimum=1)
     ready_timeout_s: float = option(600.0, effect="Time a server may take to start", unit="s", minimum=1.0)
-    stop_timeout_s: float = option(10.0, effect="Time a server may take to stop before it is killed", unit="s", minimum=0.1)
+    stop_timeout_s: float = option(
+        10.0, effect="Time a server may take to stop before it is killed", unit="s", minimum=0.1
+    )
     request_timeout_s: float = option(600.0, effect="Time one generation request may take", unit="s", minimum=1.0)
     heartbeat_interval_s: float = option(1.0, effect="Pause between heartbeats of an instance", unit="s", minimum=0.05)
-    heartbeat_timeout_s: float = option(60.0, effect="An instance whose heartbeat counter stands still this long counts as dead", unit="s", minimum=1.0)
+    heartbeat_timeout_s: float = option(
+        60.0, effect="An instance whose heartbeat counter stands still this long counts as dead", unit="s", minimum=1.0
+    )
     extra_args: list[str] = option(factory=list, effect="Further command-line arguments of the vLLM server")
 
 
@@ -115,8 +137,15 @@ class WeightsConfig:
     dtype: str = option("bfloat16", effect="Number format of published weights", choices=("float32", "bfloat16"))
     max_file_bytes: float = option(4e9, effect="Largest safetensors file of one version", unit="bytes", minimum=1e4)
     keep_versions: int = option(2, effect="Newest versions that are never collected", minimum=2)
-    refresh_timeout_s: float = option(600.0, effect="Time all instances have to load and prove a version", unit="s", minimum=1.0)
-    proof_tolerance: float = option(0.05, effect="Largest difference of a probe log-prob between trainer and engine (1e-3 in float32)", unit="nats", minimum=0.0)
+    refresh_timeout_s: float = option(
+        600.0, effect="Time all instances have to load and prove a version", unit="s", minimum=1.0
+    )
+    proof_tolerance: float = option(
+        0.05,
+        effect="Largest difference of a probe log-prob between trainer and engine (1e-3 in float32)",
+        unit="nats",
+        minimum=0.0,
+    )
     probe_tokens: int = option(24, effect="Length of the fixed probe sequence", unit="tokens", minimum=2)
 
 
@@ -129,15 +158,25 @@ class TraceConfig:
 class LaunchConfig:
     """How a run starts."""
 
-    mode: str = option("auto", effect="slurm submits a job, local runs here; auto takes slurm when sbatch answers", choices=("auto", "slurm", "local"))
+    mode: str = option(
+        "auto",
+        effect="slurm submits a job, local runs here; auto takes slurm when sbatch answers",
+        choices=("auto", "slurm", "local"),
+    )
     run_dir: str = option("", effect="Run directory; empty means runs/<experiment>-<time>")
     dry_run: bool = option(False, effect="Stop before submitting; print plan and script")
     follow: bool = option(True, effect="Stay attached and show progress until the run ends")
-    replace_finished: bool = option(False, effect="Move a run directory that is not in use aside (to NAME.1, NAME.2, ...) instead of refusing")
-    cache_dir: str = option("", effect="Folder of made starter policies; empty means $XDG_CACHE_HOME/libra or ~/.cache/libra")
+    replace_finished: bool = option(
+        False, effect="Move a run directory that is not in use aside (to NAME.1, NAME.2, ...) instead of refusing"
+    )
+    cache_dir: str = option(
+        "", effect="Folder of made starter policies; empty means $XDG_CACHE_HOME/libra or ~/.cache/libra"
+    )
     python: str = option("", effect="Python of the steps; empty means the one that runs the launcher")
     setup: list[str] = option(factory=list, effect="Shell lines at the start of the job script (module load ...)")
-    stop_grace_s: float = option(5.0, effect="Time a stage has between TERM and KILL when a run fails", unit="s", minimum=0.1)
+    stop_grace_s: float = option(
+        5.0, effect="Time a stage has between TERM and KILL when a run fails", unit="s", minimum=0.1
+    )
     evaluate: bool = option(True, effect="Answer the held-out problems before and after training")
 
 
@@ -145,13 +184,19 @@ class LaunchConfig:
 class SlurmConfig:
     """What goes into the job script. Empty or 0 leaves the line out."""
 
-    layout: str = option("hetjob", effect="hetjob: trainer and rollout components; single: one job with exact steps", choices=("hetjob", "single"))
+    layout: str = option(
+        "hetjob",
+        effect="hetjob: trainer and rollout components; single: one job with exact steps",
+        choices=("hetjob", "single"),
+    )
     partition: str = option("", effect="Partition of all components")
     account: str = option("", effect="Account")
     qos: str = option("", effect="Quality of service")
     job_name: str = option("libra", effect="Job name")
     time_min: int = option(60, effect="Time limit of the whole job", unit="min", minimum=1)
-    mem_per_node_bytes: float = option(0.0, effect="Memory asked for on each node; 0 asks for all of it", unit="bytes", minimum=0.0)
+    mem_per_node_bytes: float = option(
+        0.0, effect="Memory asked for on each node; 0 asks for all of it", unit="bytes", minimum=0.0
+    )
     controller_cpus: int = option(1, effect="Processors of the controller step", minimum=1)
     extra: list[str] = option(factory=list, effect="Further #SBATCH lines for every component, without the prefix")
 
@@ -160,13 +205,23 @@ class SlurmConfig:
 class GlobalResourcePlannerConfig:
     """Options of the planner under the names of the owner's reference."""
 
-    memory_budget_check_enabled: bool = option(True, effect="Include recompute-logprobs temporary memory in candidate budgets")
-    memory_budget_safety_margin_bytes: float = option(2e9, effect="Device memory kept outside the analytic estimate", unit="bytes", minimum=0.0)
-    memory_budget_logits_dtype_bytes: int = option(4, effect="Width of one logit in the temporary estimate", unit="bytes", minimum=1, maximum=8)
-    memory_budget_workspace_factor: float = option(1.5, effect="Multiplier for simultaneous logits and workspace temporaries", minimum=1.0)
+    memory_budget_check_enabled: bool = option(
+        True, effect="Include recompute-logprobs temporary memory in candidate budgets"
+    )
+    memory_budget_safety_margin_bytes: float = option(
+        2e9, effect="Device memory kept outside the analytic estimate", unit="bytes", minimum=0.0
+    )
+    memory_budget_logits_dtype_bytes: int = option(
+        4, effect="Width of one logit in the temporary estimate", unit="bytes", minimum=1, maximum=8
+    )
+    memory_budget_workspace_factor: float = option(
+        1.5, effect="Multiplier for simultaneous logits and workspace temporaries", minimum=1.0
+    )
     min_train_gpus: int = option(1, effect="Least GPUs that train", unit="GPUs", minimum=1)
     min_rollout_gpus: int = option(1, effect="Least GPUs that generate", unit="GPUs", minimum=1)
-    runtime_batch_collection_timeout_s: float = option(600.0, effect="Timeout for collecting one training batch", unit="s", minimum=1.0)
+    runtime_batch_collection_timeout_s: float = option(
+        600.0, effect="Timeout for collecting one training batch", unit="s", minimum=1.0
+    )
 
 
 @dataclass
@@ -183,24 +238,54 @@ class LibraConfig:
     train_cp_size: int = option(1, effect="Context-parallel size of training (only 1 is built)", minimum=1, maximum=1)
     vllm_tp_size: int = option(1, effect="Tensor-parallel size of one rollout instance", minimum=1)
     batch_size: int = option(512, effect="Trajectories in one optimizer step", unit="trajectories", minimum=1)
-    micro_batch_size: int = option(4, effect="Trajectories in one forward and backward pass; changes memory, never the result", unit="trajectories", minimum=1)
+    micro_batch_size: int = option(
+        4,
+        effect="Trajectories in one forward and backward pass; changes memory, never the result",
+        unit="trajectories",
+        minimum=1,
+    )
     n_samples: int = option(8, effect="Rollouts of each prompt (one GRPO group)", minimum=2)
     max_model_len: int = option(2048, effect="Context length of vLLM and longest trajectory", unit="tokens", minimum=2)
     max_new_tokens: int = option(1024, effect="Most tokens generated for one rollout", unit="tokens", minimum=1)
     max_concurrent_rollouts: int = option(1024, effect="Most trajectories in flight", unit="trajectories", minimum=1)
-    max_head_offpolicyness: int = option(1, effect="Most optimizer steps between the oldest token of a trajectory and the weights it trains", unit="versions", minimum=0)
-    recompute_logprobs: bool = option(True, effect="Recompute proximal log-probs with the current weights before the update (decoupled PPO)")
-    recompute_micro_batch_size: int = option(1, effect="Trajectories in one pass of recompute-logprobs", unit="trajectories", minimum=1)
+    max_head_offpolicyness: int = option(
+        1,
+        effect="Most optimizer steps between the oldest token of a trajectory and the weights it trains",
+        unit="versions",
+        minimum=0,
+    )
+    recompute_logprobs: bool = option(
+        True, effect="Recompute proximal log-probs with the current weights before the update (decoupled PPO)"
+    )
+    recompute_micro_batch_size: int = option(
+        1, effect="Trajectories in one pass of recompute-logprobs", unit="trajectories", minimum=1
+    )
     total_steps: int = option(100, effect="Optimizer steps of the run", unit="steps", minimum=0)
     learning_rate: float = option(1e-6, effect="Peak learning rate", minimum=0.0)
     temperature: float = option(1.0, effect="Sampling temperature of rollouts", minimum=0.01)
     top_p: float = option(1.0, effect="Nucleus sampling; 1.0 samples the full distribution", minimum=0.01, maximum=1.0)
     seed: int = option(0, effect="Seed of prompts, sampling and training", minimum=0)
-    train_dtype: str = option("bfloat16", effect="Number format of training computation (master weights are float32)", choices=("float32", "bfloat16"))
+    train_dtype: str = option(
+        "bfloat16",
+        effect="Number format of training computation (master weights are float32)",
+        choices=("float32", "bfloat16"),
+    )
     sync_interval: int = option(1, effect="Training steps between weight syncs", unit="steps", minimum=1)
-    rollout_weight_sync_mode: str = option("restart", effect="restart: one reload request for the complete instance set, whole ACK batch awaited", choices=("restart",))
-    rollout_weight_reload_method: str = option("inplace", effect="inplace refreshes resident workers, restart replaces the server process", choices=("restart", "inplace"))
-    rollout_weight_reload_strategy: str = option("parallel", effect="parallel: all instances at once; serial: one at a time on each node", choices=("parallel", "serial"))
+    rollout_weight_sync_mode: str = option(
+        "restart",
+        effect="restart: one reload request for the complete instance set, whole ACK batch awaited",
+        choices=("restart",),
+    )
+    rollout_weight_reload_method: str = option(
+        "inplace",
+        effect="inplace refreshes resident workers, restart replaces the server process",
+        choices=("restart", "inplace"),
+    )
+    rollout_weight_reload_strategy: str = option(
+        "parallel",
+        effect="parallel: all instances at once; serial: one at a time on each node",
+        choices=("parallel", "serial"),
+    )
     phase_trace_enabled: bool = option(True, effect="Write phase_trace_rank*.jsonl spans")
     global_resource_planner: GlobalResourcePlannerConfig = field(default_factory=GlobalResourcePlannerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -31,7 +31,10 @@ def run_stage(role: str, run_dir: str, attempt: int, name: str) -> dict[str, Any
     ) as context:
         install_stop_handlers(context.stop)
         stage = importlib.import_module(f"stages.{role}.stage")
-        print(f"{name} rank {context.rank}/{context.world_size} pid {os.getpid()} cpus {len(os.sched_getaffinity(0))}", flush=True)
+        print(
+            f"{name} rank {context.rank}/{context.world_size} pid {os.getpid()} cpus {len(os.sched_getaffinity(0))}",
+            flush=True,
+        )
         try:
             result: dict[str, Any] = stage.run(context)
         except StoppedError:

@@ -72,7 +72,15 @@ class RunDir:
         make_directory(root)
         root.chmod(0o700)
         run = cls(root=root, run_id=secrets.token_hex(8), attempt=0, writer="launcher")
-        for folder in (run.instances, run.weights, run.requests, run.refreshed, run.batches, run.ledger, run.checkpoints):
+        for folder in (
+            run.instances,
+            run.weights,
+            run.requests,
+            run.refreshed,
+            run.batches,
+            run.ledger,
+            run.checkpoints,
+        ):
             make_directory(folder)
         run.start_attempt(0)
         run.write(run.run_json, {"schema_version": SCHEMA_VERSION, "created": time.time(), **(extra or {})})
@@ -219,7 +227,12 @@ class RunDir:
         """Publish a record atomically. Raises FencedError when a newer attempt exists, OutsideRunError on a stray path."""
         self.check_fence()
         self.inside(path)
-        stamp = {"run_id": self.run_id, "attempt": self.attempt, "sequence": next(self._sequence), "writer": self.writer}
+        stamp = {
+            "run_id": self.run_id,
+            "attempt": self.attempt,
+            "sequence": next(self._sequence),
+            "writer": self.writer,
+        }
         write_json_atomic(path, {**payload, **stamp})
 
     def read(self, path: Path, *, any_attempt: bool = False) -> dict[str, Any] | None:

@@ -1,0 +1,31 @@
+"""What a user did wrong, said in one place: every message names wanted, available and the option to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class LibraError(Exception):
+    """Ends the launcher with `exit_code` and the message, without a stack trace."""
+
+    exit_code = 1
+
+
+class ConfigError(LibraError, ValueError):
+    """One or more options cannot be right. All problems found are listed, not only the first."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        noun = "problem" if len(self.problems) == 1 else "problems"
+        super().__init__(f"{len(self.problems)} {noun} in the configuration; nothing was started:\n{lines}")
+
+
+class RunFailedError(LibraError):
+    """The run ended with a fatal cause; `exit_code` is the cause's own where it has one."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code or 1
