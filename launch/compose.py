@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.resources import files
@@ -148,3 +148,20 @@ def _collect_unknown(given: Any, declared: Any, prefix: str, problems: list[str]
     problems.extend(
         f"option '{prefix}{name}' was removed; set it to a value instead" for name in sorted(names - set(given))
     )
+
+
+def hydra_command_line(launch: Callable[[list[str]], None]) -> int:
+    """Hydra's own flags (--cfg job, --help, --info, -m for sweeps, --shell-completion) through `hydra.main`.
+
+    A sweep runs `launch` once for each point, with that point's overrides.
+    """
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+
+    register_schema()
+
+    def one_point(_config: DictConfig) -> None:
+        launch(list(HydraConfig.get().overrides.task))
+
+    hydra.main(version_base="1.3", config_path="pkg://conf", config_name=CONFIG_NAME)(one_point)()
+    return 0

@@ -150,6 +150,11 @@ class RunDir:
         return self.attempt_dir / "state.json"
 
     @property
+    def submission_json(self) -> Path:
+        """Written by the launcher: {"mode": "slurm" | "local", "job_id": str}."""
+        return self.attempt_dir / "submission.json"
+
+    @property
     def events_jsonl(self) -> Path:
         """Written by the supervisor only: one line for each start, exit, decision."""
         return self.attempt_dir / "events.jsonl"

@@ -1,0 +1,74 @@
+"""What only this machine can answer before a run starts: is there a Slurm, is there room, is the model there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from conf.schema import LibraConfig
+from planner.architecture import Architecture
+from planner.memory import DTYPE_BYTES
+
+SLURM_PING_TIMEOUT_S = 5.0
+
+
+def has_slurm(which: Callable[[str], str | None] = shutil.which, run: Callable[..., Any] = subprocess.run) -> bool:
+    """True when sbatch is on PATH and the controller answers (`scontrol ping`, exit code 0)."""
+    if which("sbatch") is None or which("scontrol") is None:
+        return False
+    try:
+        answer = run(["scontrol", "ping"], capture_output=True, text=True, timeout=SLURM_PING_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return bool(answer.returncode == 0 and " is UP" in answer.stdout)
+
+
+def read_hf_config(model_path: Path) -> dict[str, Any] | None:
+    """config.json of a HF folder; None when there is no such folder or file. Raises ValueError for broken JSON."""
+    try:
+        text = (model_path / "config.json").read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return cast("dict[str, Any]", json.loads(text))
+
+
+def model_folder_problems(model_path: Path) -> list[str]:
+    """Why `model_path` cannot be trained from: missing folder, missing config, no safetensors."""
+    if not model_path.is_dir():
+        return [
+            f"model_path={model_path} is not a folder; set model_path to a HF model folder (config.json and *.safetensors)"
+        ]
+    problems = []
+    if not (model_path / "config.json").is_file():
+        problems.append(f"model_path={model_path} has no config.json; set model_path to a HF model folder")
+    if not any(model_path.glob("*.safetensors")):
+        problems.append(
+            f"model_path={model_path} has no *.safetensors; convert the weights to safetensors or change model_path"
+        )
+    return problems
+
+
+def run_bytes(config: LibraConfig, arch: Architecture) -> int:
+    """Disk that a run may hold at once: kept weight versions and one being written, and a few batches."""
+    weights = arch.parameters * DTYPE_BYTES[config.weights.dtype] * (config.weights.keep_versions + 2)
+    batch = config.batch_size * config.max_model_len * 16
+    return int(weights + batch * (config.max_head_offpolicyness + 4) + 64e6)
+
+
+def space_problems(config: LibraConfig, arch: Architecture, run_dir: Path) -> list[str]:
+    """Free bytes of the file system that will hold the run directory, against `run_bytes`."""
+    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"launch.run_dir={run_dir}: {existing} is not writable; choose another launch.run_dir"]
+    wanted, available = run_bytes(config, arch), shutil.disk_usage(existing).free
+    if available >= wanted:
+        return []
+    return [
+        f"launch.run_dir={run_dir}: the run wants {wanted / 1e9:.2f} GB there ({config.weights.keep_versions + 2} versions of the"
+        f" weights and batches), available {available / 1e9:.2f} GB; choose another launch.run_dir or lower weights.keep_versions"
+    ]

@@ -1,0 +1,75 @@
+"""May a new run take this directory? Refused while one lives there; moved aside only when asked."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from launch.errors import ConfigError
+from stages.files import list_names
+from stages.rundir import RunDir, RunNotFoundError
+
+HEARTBEAT_WATCH_S = 3.0
+"""The supervisor's counter moves at least once a second; a counter that stands still this long has no supervisor."""
+
+
+def check_free(run_dir: Path, *, replace_finished: bool, watch_s: float = HEARTBEAT_WATCH_S) -> None:
+    """Raises ConfigError when `run_dir` cannot be taken. Changes nothing."""
+    if not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
+        return
+    if not run_dir.is_dir():
+        raise ConfigError([f"launch.run_dir={run_dir} is a file; choose another launch.run_dir"])
+    try:
+        run = RunDir.open(run_dir, writer="launcher")
+    except RunNotFoundError:
+        raise ConfigError([f"launch.run_dir={run_dir} holds other files; choose another launch.run_dir"]) from None
+    if is_alive(run, watch_s=watch_s):
+        raise ConfigError(
+            [
+                f"launch.run_dir={run_dir} is in use by a running job; choose another launch.run_dir, or stop that run first"
+            ]
+        )
+    if not replace_finished:
+        raise ConfigError(
+            [
+                f"launch.run_dir={run_dir} holds a run that is over; choose another launch.run_dir,"
+                " or launch.replace_finished=true to move it aside"
+            ]
+        )
+
+
+def is_alive(run: RunDir, *, watch_s: float, sleep: Callable[[float], None] = time.sleep) -> bool:
+    """True while a supervisor's heartbeat moves (judged on this process's clock), or its job is still in the queue."""
+    first = run.read(run.state_json)
+    if first is not None and first.get("phase") in ("succeeded", "failed"):
+        return False
+    if first is None:
+        return _is_queued(run)
+    deadline = time.monotonic() + watch_s
+    while time.monotonic() < deadline:
+        sleep(0.1)
+        now = run.read(run.state_json)
+        if now is not None and now.get("heartbeat") != first.get("heartbeat"):
+            return now.get("phase") not in ("succeeded", "failed")
+    return False
+
+
+def _is_queued(run: RunDir) -> bool:
+    """No supervisor has reported yet: ask Slurm whether the submitted job still waits."""
+    record = run.read(run.submission_json)
+    if record is None or record.get("mode") != "slurm":
+        return False
+    from launch.executors import reattach
+
+    return reattach(run, record).poll()[0] in ("pending", "running")
+
+
+def take(run_dir: Path) -> None:
+    """Move a run that is over to NAME.1, NAME.2, ...; the caller has called `check_free`."""
+    if not run_dir.exists() or not list_names(run_dir):
+        return
+    taken = {name for name in list_names(run_dir.parent) if name.startswith(f"{run_dir.name}.")}
+    number = next(n for n in range(1, len(taken) + 2) if f"{run_dir.name}.{n}" not in taken)
+    os.rename(run_dir, run_dir.with_name(f"{run_dir.name}.{number}"))
