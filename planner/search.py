@@ -19,9 +19,9 @@ def make_plan(config: LibraConfig, arch: Architecture) -> Plan:
     """The plan for `config`. Raises PlanError with wanted, available and the option to change."""
     layout, reason = choose_layout(config)
     train = train_layout(config, separate=layout == "hetjob")
-    check_train_parallel(config, arch, train)
     first_gpu = 0 if layout == "hetjob" else config.train_gpus
     rollout = place_rollout(config, separate=layout == "hetjob", first_gpu=first_gpu)
+    check_train_parallel(config, arch, train)
     check_floors(config)
     fitting, rejected = survey(config, arch, train)
     train_terms = trainer_bytes(config, arch, tp=train.tp, dp=train.dp, micro_batch=train.micro_batch_size)

@@ -1,0 +1,68 @@
+"""Who may take a run directory."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from launch import occupancy
+from launch.errors import ConfigError
+from stages.rundir import RunDir
+
+
+def test_a_missing_or_empty_directory_is_free(tmp_path: Path) -> None:
+    occupancy.check_free(tmp_path / "new", replace_finished=False)
+    occupancy.check_free(tmp_path, replace_finished=False)
+
+
+def test_a_directory_with_other_files_is_refused_even_with_replace(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+
+    with pytest.raises(ConfigError, match="holds other files"):
+        occupancy.check_free(tmp_path, replace_finished=True)
+
+
+def test_a_finished_run_is_refused_unless_asked_to_replace(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run")
+    run.write(run.state_json, {"phase": "succeeded", "heartbeat": 1})
+
+    with pytest.raises(ConfigError, match=r"launch\.replace_finished=true"):
+        occupancy.check_free(run.root, replace_finished=False)
+    occupancy.check_free(run.root, replace_finished=True)
+
+
+def test_a_running_run_is_refused_even_with_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir.create(tmp_path / "run")
+    counter = itertools.count()
+    real_read = RunDir.read
+
+    def read_with_heartbeat(self: RunDir, path: Path, *, any_attempt: bool = False) -> dict | None:
+        if path == run.state_json:
+            return {"phase": "running", "heartbeat": next(counter)}
+        return real_read(self, path, any_attempt=any_attempt)
+
+    monkeypatch.setattr(RunDir, "read", read_with_heartbeat)
+
+    with pytest.raises(ConfigError, match="in use by a running job"):
+        occupancy.check_free(run.root, replace_finished=True)
+
+
+def test_a_crashed_run_whose_heartbeat_stands_still_may_be_replaced(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run")
+    run.write(run.state_json, {"phase": "running", "heartbeat": 7})
+
+    occupancy.check_free(run.root, replace_finished=True, watch_s=0.2)
+
+
+def test_taking_moves_old_runs_aside_and_never_over_each_other(tmp_path: Path) -> None:
+    target = tmp_path / "demo"
+    for mark in ("first", "second"):
+        target.mkdir()
+        (target / mark).write_text("")
+        occupancy.take(target)
+
+    assert (tmp_path / "demo.1" / "first").exists()
+    assert (tmp_path / "demo.2" / "second").exists()
+    assert not target.exists()
