@@ -56,6 +56,9 @@ class TaskConfig:
     name: str = option("reasoning_gym", effect="Registered task class (stages/controller/tasks)")
     params: dict[str, Any] = option(factory=dict, effect="Keyword arguments of the task class")
     test_size: int = option(200, effect="Held-out problems, never trained on", unit="problems", minimum=1)
+    test_samples: int = option(
+        4, effect="Answers at temperature 1 to each held-out problem, beside the greedy one", minimum=1
+    )
 
 
 @dataclass
@@ -67,6 +70,13 @@ class WarmupConfig:
     learning_rate: float = option(2e-3, effect="Peak learning rate of the warm-up", minimum=0.0)
     examples: int = option(0, effect="Distinct labelled problems to learn from; 0 draws new ones for ever", minimum=0)
     seed: int = option(0, effect="Seed of initial weights and of the order of problems", minimum=0)
+    alphabet: str = option(
+        "",
+        effect="Characters that get a token of their own in the made tokenizer; empty means printable ASCII and newline",
+    )
+    phrases: list[str] = option(
+        factory=list, effect="Longer strings that get one token each, such as a fixed question text"
+    )
 
 
 @dataclass
@@ -94,6 +104,12 @@ class AlgorithmConfig:
     )
     lr_warmup_steps: int = option(0, effect="Steps of linear rise", unit="steps", minimum=0)
     lr_min_ratio: float = option(0.0, effect="Final learning rate as a share of the peak", minimum=0.0, maximum=1.0)
+    step_timeout_s: float = option(
+        1800.0,
+        effect="Time the trainer may take for one step, or for one weight refresh, before the controller gives up",
+        unit="s",
+        minimum=1.0,
+    )
 
 
 @dataclass
@@ -123,6 +139,13 @@ class RolloutConfig:
         10.0, effect="Time a server may take to stop before it is killed", unit="s", minimum=0.1
     )
     request_timeout_s: float = option(600.0, effect="Time one generation request may take", unit="s", minimum=1.0)
+    request_tokens: int = option(
+        4096,
+        effect="Most tokens asked for in one generation request: small answers share a request, long ones travel alone",
+        unit="tokens",
+        minimum=1,
+    )
+    max_retries: int = option(3, effect="Failed requests after which a prompt ends the run with an error", minimum=0)
     heartbeat_interval_s: float = option(1.0, effect="Pause between heartbeats of an instance", unit="s", minimum=0.05)
     heartbeat_timeout_s: float = option(
         60.0, effect="An instance whose heartbeat counter stands still this long counts as dead", unit="s", minimum=1.0
