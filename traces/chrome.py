@@ -64,7 +64,7 @@ class _Writer:
             self._process(pid, process)
             num_dropped += sum(session.dropped for session in process.sessions.values())
             if process.num_bad_lines:
-                self._bad_lines[str(process.path)] = process.num_bad_lines
+                self._bad_lines[self._run.short(process.path)] = process.num_bad_lines
         for event in self._arrows.events():
             self._emit(event)
         other = self._other_data(num_dropped)

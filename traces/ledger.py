@@ -82,7 +82,7 @@ def slot_seconds(process: ProcessTrace, attempt: AttemptActivity) -> dict[Ledger
 def class_intervals(spans: list[SpanRecord]) -> dict[LedgerClass, Intervals]:
     """When any thread was, in its innermost phase, doing something of each class."""
     children: dict[tuple[str, int], Intervals] = defaultdict(list)
-    by_id = {(span.session, span.span_id): span for span in spans if span.span_id is not None}
+    by_id = {(span.session, span.span_id): span for span in spans}
     for span in spans:
         if span.parent_id is not None:
             children[span.session, span.parent_id].append((span.start_ns, span.end_ns))
@@ -95,17 +95,17 @@ def class_intervals(spans: list[SpanRecord]) -> dict[LedgerClass, Intervals]:
     return {ledger_class: union(parts) for ledger_class, parts in found.items()}
 
 
-def _class_of(
-    span: SpanRecord | None, by_id: dict[tuple[str, int | None], SpanRecord], depth: int = 0
-) -> LedgerClass | None:
-    """The class of the nearest enclosing phase that is listed in `traces.phases`."""
-    if span is None or depth > 64:
-        return None
-    known = PHASES.get(span.phase)
-    if known is not None:
-        return known.ledger
-    parent = None if span.parent_id is None else by_id.get((span.session, span.parent_id))
-    return _class_of(parent, by_id, depth + 1)
+def _class_of(span: SpanRecord, by_id: dict[tuple[str, int | None], SpanRecord]) -> LedgerClass | None:
+    """The class of the nearest enclosing phase, itself included, that is listed in `traces.phases`."""
+    current: SpanRecord | None = span
+    while current is not None:
+        known = PHASES.get(current.phase)
+        if known is not None:
+            return known.ledger
+        # Ids grow, so a parent's is smaller; a file that says otherwise is damaged and must not make a circle.
+        has_parent = current.parent_id is not None and current.parent_id < (current.span_id or 0)
+        current = by_id.get((current.session, current.parent_id)) if has_parent else None
+    return None
 
 
 def _outside_life(

@@ -39,7 +39,9 @@ def find_files(where: str | Path) -> list[Path]:
     if not found:
         wanted = f"attempts/*/traces/{FILE_PATTERN} or {FILE_PATTERN}"
         state = "no such folder" if not has_magic(str(where)) and not Path(where).exists() else f"looked for {wanted}"
-        raise NoTracesError(f"no traces in {where}: {state} (is phase_trace_enabled on, and did the run start?)")
+        raise NoTracesError(
+            f"no traces in {where}: {state} (is phase_trace_enabled on, does trace.directory point elsewhere, did the run start?)"
+        )
     return sorted(found)
 
 

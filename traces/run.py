@@ -33,6 +33,10 @@ class RunTrace:
         """Attempts that left traces, ascending."""
         return sorted(self.end_ns)
 
+    def short(self, path: Path) -> str:
+        """`path` as seen from the run, so that a shared trace does not tell where the run lay."""
+        return str(path.relative_to(self.where)) if path.is_relative_to(self.where) else path.name
+
     def processes(self) -> Iterator[ProcessTrace]:
         """Each process with its spans and points, on the common time line, in the order of `heads`."""
         for head in self.heads:

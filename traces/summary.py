@@ -186,7 +186,7 @@ class _Collected:
 
     def _take_health(self, process: ProcessTrace) -> None:
         if process.num_bad_lines:
-            self.bad_lines[str(process.path)] = process.num_bad_lines
+            self.bad_lines[self.run.short(process.path)] = process.num_bad_lines
         self.dropped_records += sum(session.dropped for session in process.sessions.values())
         if any(not session.closed for session in process.sessions.values() if session.anchors):
             self.open_processes.append(f"attempt {process.attempt} {process.label}")
