@@ -15,7 +15,7 @@ from launch.devcluster import programs
 from launch.devcluster.commands import USABLE_STATES, ask, clean_env, job_ids, node_states
 from launch.devcluster.daemons import dead, log_tails, start_all, wait_for_nodes, write_files
 from launch.devcluster.errors import DevClusterError, DevClusterRequestError
-from launch.devcluster.lock import exclusive
+from launch.devcluster.lock import exclusive, remove_parents
 from launch.devcluster.members import find_members
 from launch.devcluster.ports import free_ports
 from launch.devcluster.processes import is_alive, stop, wait_until
@@ -91,13 +91,13 @@ def up(root: Path | None = None, nodes: int = 4, gpus_per_node: int = 2) -> DevC
     root = checked_root(root or default_root())
     topology = Topology(nodes=nodes, gpus_per_node=gpus_per_node)
     programs.ensure()
-    created_parents = _make_parents(root)
-    with exclusive(root.parent, LOCK_PATIENCE_S):
+    with exclusive(root, LOCK_PATIENCE_S) as created_parents:
         record = read_record(root)
-        if record is not None and not dead(record) and record.daemons:
+        if record is not None and record.complete and not dead(record):
             return _reuse(record, topology)
         if record is not None:
             _tear_down(record)
+            created_parents = record.created_parents
         return _start_new(root, topology, created_parents)
 
 
@@ -110,12 +110,13 @@ def down(root: Path | None = None) -> bool:
     root = checked_root(root or default_root())
     if not root.parent.is_dir():
         return False
-    with exclusive(root.parent, LOCK_PATIENCE_S):
+    with exclusive(root, LOCK_PATIENCE_S) as created_parents:
         record = read_record(root)
-        if record is None:
-            return False
-        _tear_down(record)
-    return True
+        if record is not None:
+            _tear_down(record)
+            created_parents = record.created_parents
+        remove_parents(created_parents)
+    return record is not None
 
 
 def status(root: Path | None = None) -> Status | None:
@@ -163,11 +164,12 @@ def _start_new(root: Path, topology: Topology, created_parents: tuple[Path, ...]
         except BaseException as error:
             tails = log_tails(root)
             _tear_down(read_record(root) or record)
+            port_was_taken = "Address already in use" in tails  # by somebody, between our look and the daemon's start
+            if isinstance(error, DevClusterError) and port_was_taken and attempt < PORT_ATTEMPTS:
+                continue
+            remove_parents(created_parents)
             if not isinstance(error, DevClusterError):
                 raise
-            if "Address already in use" in tails and attempt < PORT_ATTEMPTS:
-                _make_parents(root)
-                continue  # somebody took a port between our look and the daemon's start
             raise DevClusterError(f"the development cluster did not start: {error}\n{tails}") from error
         return DevCluster(record.site)
     raise AssertionError("the last attempt returns or raises")
@@ -182,32 +184,16 @@ def _site(root: Path, topology: Topology, controller_port: int, node_ports: tupl
     return Site(root, hostname, user, topology, controller_port, node_ports)
 
 
-def _make_parents(root: Path) -> tuple[Path, ...]:
-    """Create the folders above `root`; returns the new ones, innermost first."""
-    new = []
-    for parent in root.parents:
-        if parent.exists():
-            break
-        new.append(parent)
-    root.parent.mkdir(parents=True, exist_ok=True)
-    return tuple(new)
-
-
 def _tear_down(record: Record) -> None:
     root = record.site.root
-    if not dead(record) and record.daemons:
+    if record.complete and not dead(record):
         _cancel_jobs(record.site.slurm_conf)
-    controllers_first = sorted(record.daemons, key=lambda process: process.name != "slurmctld")
-    munged = [process for process in controllers_first if process.name == "munged"]
-    stop([process for process in controllers_first if process not in munged], STOP_GRACE_S)
+    stop(record.daemons, STOP_GRACE_S)
     stop(find_members(root), 0.0)
-    survivors = stop([*munged, *record.daemons], STOP_GRACE_S) + find_members(root)
+    survivors = find_members(root)
     if survivors:
         raise DevClusterError(f"these processes of {root} do not end: {survivors}; its folder is left for a look")
     shutil.rmtree(root)
-    for parent in record.created_parents:
-        with suppress(OSError):  # not empty: somebody else uses it by now
-            parent.rmdir()
 
 
 def _cancel_jobs(slurm_conf: Path) -> None:

@@ -25,6 +25,11 @@ class Record:
     daemons: tuple[Process, ...] = ()
     created_parents: tuple[Path, ...] = ()
 
+    @property
+    def complete(self) -> bool:
+        """Whether munged, slurmctld and every slurmd were started: `up` may have been killed half way."""
+        return len(self.daemons) == 2 + self.site.topology.nodes
+
     def with_daemon(self, daemon: Process) -> Record:
         return replace(self, daemons=(*self.daemons, daemon))
 
