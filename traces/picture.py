@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from traces.intervals import Intervals, intersect, subtract, union
 from traces.model import ProcessTrace, SpanRecord
-from traces.phases import PHASES
+from traces.phases import PHASES, LedgerClass
 from traces.run import RunTrace
 
 if TYPE_CHECKING:
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 DEFAULT_STEPS = 3
 DRAWN_FLOWS = ("batch", "version")
 _REQUESTS = "generate"
+# Frames around others, and the agent's idle time, would hide the requests in flight behind them.
+_NOT_DRAWN = ("step", _REQUESTS, "wait_for_request")
 _MAX_SUB_ROWS = 3
+_LEAST_SHARE_IN_LEGEND = 0.005
 # Colour-blind safe qualitative palettes: Okabe and Ito, "Color Universal Design" (2008), then Tol's "light" (2021).
 _COLOURS = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442",
@@ -129,7 +132,7 @@ def _segments(process: ProcessTrace, start_ns: int, end_ns: int) -> list[tuple[s
         children[span.session, span.parent_id].append((span.start_ns, span.end_ns))
     found = []
     for span in process.spans:
-        if span.phase == _REQUESTS or span.phase == "step" or not _shows(span, start_ns, end_ns):
+        if span.phase in _NOT_DRAWN or not _shows(span, start_ns, end_ns):
             continue
         inner = [] if span.span_id is None else children[span.session, span.span_id]
         own = intersect(subtract([(span.start_ns, span.end_ns)], union(inner)), [(start_ns, end_ns)])
@@ -184,7 +187,9 @@ def _paint_segments(axes: Axes, row: Row, index: int, picture: Picture, colours:
     for sub_row, phase, start_ns, end_ns in placed:
         left = _seconds(picture, start_ns)
         bottom = index - 0.36 + sub_row * height
-        axes.broken_barh([(left, (end_ns - start_ns) / 1e9)], (bottom, height), facecolors=colours[phase])
+        axes.broken_barh(
+            [(left, (end_ns - start_ns) / 1e9)], (bottom, height), facecolors=colours[phase], alpha=_alpha(phase)
+        )
 
 
 def _paint_requests(axes: Axes, row: Row, index: int, picture: Picture) -> None:
@@ -227,12 +232,27 @@ def _paint_frame(axes: Axes, picture: Picture, colours: dict[str, str]) -> None:
     axes.set_xlim(0, (picture.end_ns - picture.start_ns) / 1e9)
     axes.set_xlabel("seconds")
     axes.spines[["top", "right"]].set_visible(False)
-    keys: list[Any] = [Patch(color=colour, label=phase) for phase, colour in colours.items()]
+    keys: list[Any] = [
+        Patch(facecolor=colour, alpha=_alpha(phase), label=phase)
+        for phase, colour in colours.items()
+        if _share(picture, phase) >= _LEAST_SHARE_IN_LEGEND
+    ]
     if any(row.requests for row in picture.rows):
         keys.append(Patch(color="#D9D9D9", label="requests in flight"))
     for kind in sorted({arrow[0] for arrow in picture.arrows}):
         keys.append(Line2D([], [], color=_FLOW_COLOURS[kind], marker=">", markersize=4, label=kind))
     axes.legend(handles=keys, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=6, fontsize=8, frameon=False)
+
+
+def _alpha(phase: str) -> float:
+    """Waiting is pale, work is not."""
+    waits = (LedgerClass.WAITING_FOR_DATA, LedgerClass.WAITING_FOR_WEIGHTS)
+    return 0.35 if phase in PHASES and PHASES[phase].ledger in waits and phase != "publish_weights" else 1.0
+
+
+def _share(picture: Picture, phase: str) -> float:
+    drawn = sum(end - start for row in picture.rows for name, start, end in row.segments if name == phase)
+    return drawn / max(1, picture.end_ns - picture.start_ns)
 
 
 def _phase_order(phase: str) -> tuple[int, str]:

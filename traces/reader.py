@@ -137,6 +137,7 @@ class _Loader:
         previous = self._open.pop(key, None)
         if previous is not None:
             previous.end_ns = span.start_ns
+            previous.unfinished = False
             self.process.spans.append(previous)
         self._open[key] = span
         session.saw(span.start_ns)

@@ -85,8 +85,8 @@ class Recorder:
         self._last_span_id = 0
         self._next_anchor_ns = 0
         self._file = LineAppender(self.path) if enabled else None
-        if enabled:
-            self._write_anchor("open")
+        if self._file is not None:
+            self._write_anchor(self._file, "open")
             atexit.register(self.close)
 
     @property
@@ -133,7 +133,7 @@ class Recorder:
                 return
             for span in list(self._open_spans.values()):
                 self._write(span.record("phase_unfinished", time.monotonic_ns()))
-            self._write_anchor("close")
+            self._write_anchor(self._file, "close")
             self._file.close()
             self._file = None
         atexit.unregister(self.close)
@@ -182,23 +182,23 @@ class Recorder:
     def _wall_ns(self) -> int:
         return time.monotonic_ns() + self.offset_ns
 
-    def _write_anchor(self, reason: str) -> None:
-        monotonic_ns = time.monotonic_ns()
-        wall_ns = time.time_ns()
-        self._next_anchor_ns = monotonic_ns + int(ANCHOR_PERIOD_S * 1e9)
-        self._write(
-            f'"anchor","step":null,"phase":"anchor","wall_ns":{wall_ns},"monotonic_ns":{monotonic_ns}'
-            f',"offset_ns":{self.offset_ns},"hostname":{quote(socket.gethostname())},"boot_id":{quote(boot_id())}'
-            f',"pid":{os.getpid()},"num_slots":{encode_number(self._num_slots)},"dropped":{self.dropped}'
-            f',"reason":"{reason}"}}\n'
-        )
-
     def _write(self, body: str) -> None:
         file = self._file  # another thread may close the recorder meanwhile
         if file is not None:
             file.write(self._prefix + body)
             if time.monotonic_ns() >= self._next_anchor_ns:
-                self._write_anchor("periodic")
+                self._write_anchor(file, "periodic")
+
+    def _write_anchor(self, file: LineAppender, reason: str) -> None:
+        monotonic_ns = time.monotonic_ns()
+        wall_ns = time.time_ns()
+        self._next_anchor_ns = monotonic_ns + int(ANCHOR_PERIOD_S * 1e9)
+        file.write(
+            f'{self._prefix}"anchor","step":null,"phase":"anchor","wall_ns":{wall_ns},"monotonic_ns":{monotonic_ns}'
+            f',"offset_ns":{self.offset_ns},"hostname":{quote(socket.gethostname())},"boot_id":{quote(boot_id())}'
+            f',"pid":{os.getpid()},"num_slots":{encode_number(self._num_slots)},"dropped":{file.dropped}'
+            f',"reason":"{reason}"}}\n'
+        )
 
 
 class Span:
