@@ -1,0 +1,44 @@
+"""`python -m stages.controller RUN`: run the controller of a run directory by hand.
+
+Without options it is the stage itself. `--no-train` generates and scores only, `--evaluate` answers the held-out
+problems; both use the instances that serve now (`python -m stages.rollout RUN`) and write nothing but traces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from stages.context import StoppedError, open_context
+from stages.process import install_stop_handlers
+
+
+def main() -> int:
+    """Exit code 1 when it was stopped."""
+    parser = argparse.ArgumentParser(prog="python -m stages.controller", description=__doc__)
+    parser.add_argument("run_dir", metavar="RUN", help="run directory")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--no-train", action="store_true", help="generate and score only")
+    mode.add_argument("--evaluate", action="store_true", help="answer the held-out problems only")
+    parser.add_argument("--steps", type=int, default=1, help="with --no-train: how many batches' worth (default 1)")
+    arguments = parser.parse_args()
+    from stages.controller import alone, stage
+
+    name = "controller_alone" if arguments.no_train or arguments.evaluate else "controller"
+    with open_context("controller", arguments.run_dir, name=name) as context:
+        install_stop_handlers(context.stop)
+        try:
+            if arguments.no_train:
+                alone.generate_only(context, arguments.steps)
+            elif arguments.evaluate:
+                alone.evaluate_only(context)
+            else:
+                stage.run(context)
+        except StoppedError as error:
+            print(error, file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

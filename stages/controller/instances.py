@@ -1,0 +1,120 @@
+"""The rollout instances as their registrations show them, and which one gets the next request."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.plan import InstancePlacement
+from stages.rundir import RunDir
+
+LOOK_PERIOD_S = 0.1
+COOL_DOWN_S = 0.5
+LONGEST_COOL_DOWN_S = 8.0
+
+
+@dataclass
+class Instance:
+    """`load` is in trajectories. Times are of this process's monotonic clock."""
+
+    name: str
+    tp: int
+    record: dict[str, Any] | None = None
+    heartbeat_seen_s: float = 0.0
+    load: int = 0
+    failures_in_a_row: int = 0
+    cool_until_s: float = 0.0
+
+    @property
+    def state(self) -> str:
+        return "not registered" if self.record is None else str(self.record["state"])
+
+    @property
+    def base_url(self) -> str:
+        return "" if self.record is None else str(self.record["base_url"])
+
+
+@dataclass
+class InstancePool:
+    """All instances of the plan. A registration counts only while its heartbeat counter moves.
+
+    An instance that failed a request is left alone for a growing while: an endpoint that fails fast would otherwise
+    always be the least loaded one and attract everything.
+    """
+
+    run: RunDir
+    placements: tuple[InstancePlacement, ...]
+    heartbeat_timeout_s: float
+    reload_keeps_requests: bool
+    instances: dict[str, Instance] = field(init=False)
+    _next_look_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.instances = {placement.name: Instance(placement.name, placement.tp) for placement in self.placements}
+
+    def look(self, *, force: bool = False) -> None:
+        """Read the registrations again, at most every LOOK_PERIOD_S seconds."""
+        now = time.monotonic()
+        if now < self._next_look_s and not force:
+            return
+        self._next_look_s = now + LOOK_PERIOD_S
+        for instance in self.instances.values():
+            record = self.run.read(self.run.instance_json(instance.name))
+            if record is None:
+                instance.record = None
+                continue
+            if instance.record is None or record["heartbeat"] != instance.record["heartbeat"]:
+                instance.heartbeat_seen_s = now
+            instance.record = record
+
+    def usable(self) -> list[Instance]:
+        """Instances that may get a request now."""
+        self.look()
+        now = time.monotonic()
+        return [instance for instance in self.instances.values() if self._is_usable(instance, now)]
+
+    def is_interrupted(self, name: str) -> bool:
+        """Is this instance away for a reason that is no fault of the request it failed?"""
+        self.look(force=True)
+        return self.instances[name].state in ("starting", "reloading")
+
+    def claim(self, among: list[Instance], trajectories: int) -> Instance:
+        """The least loaded of `among` for its size, with `trajectories` counted as in flight there until `release`."""
+        instance = min(among, key=lambda candidate: (candidate.load / candidate.tp, candidate.name))
+        instance.load += trajectories
+        return instance
+
+    def release(self, instance: Instance, trajectories: int) -> None:
+        instance.load -= trajectories
+
+    def failed(self, instance: Instance, *, interrupted: bool) -> None:
+        """A request failed there: leave the instance alone for a while, longer each time unless it was interrupted."""
+        if not interrupted:
+            instance.failures_in_a_row += 1
+        pause_s = min(COOL_DOWN_S * 2 ** max(0, instance.failures_in_a_row - 1), LONGEST_COOL_DOWN_S)
+        instance.cool_until_s = time.monotonic() + pause_s
+
+    def succeeded(self, instance: Instance) -> None:
+        instance.failures_in_a_row = 0
+
+    def describe(self) -> str:
+        """One phrase for error messages."""
+        self.look(force=True)
+        now = time.monotonic()
+        return ", ".join(self._describe(instance, now) for instance in self.instances.values())
+
+    def _is_usable(self, instance: Instance, now: float) -> bool:
+        wanted = ("ready", "reloading") if self.reload_keeps_requests else ("ready",)
+        silent_s = now - instance.heartbeat_seen_s
+        return instance.state in wanted and silent_s < self.heartbeat_timeout_s and now >= instance.cool_until_s
+
+    def _describe(self, instance: Instance, now: float) -> str:
+        parts = [instance.state]
+        if instance.record is not None and now - instance.heartbeat_seen_s >= self.heartbeat_timeout_s:
+            parts.append(f"no heartbeat for {now - instance.heartbeat_seen_s:.0f} s")
+        if instance.failures_in_a_row:
+            parts.append(f"{instance.failures_in_a_row} failed requests in a row")
+        if instance.load:
+            parts.append(f"{instance.load} trajectories in flight")
+        return f"{instance.name} ({'; '.join(parts)})"

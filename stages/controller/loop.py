@@ -1,0 +1,145 @@
+"""The training loop of the controller: fill, collect, write batches, follow the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from stages.batches import BatchManifest, write_batch
+from stages.context import StageContext
+from stages.controller.batching import build_batch, describe_groups
+from stages.controller.dispatcher import Dispatcher
+from stages.controller.groups import FinishedGroup
+from stages.controller.ledger import Trained
+from stages.controller.metrics import MetricsFile, StepMetrics
+from stages.controller.progress import Progress
+from stages.controller.staleness import newest_allowed_step
+from traces.recorder import Span
+
+POLL_S = 0.01
+
+
+class BatchCollectionTimeoutError(TimeoutError):
+    """A batch did not fill in global_resource_planner.runtime_batch_collection_timeout_s."""
+
+
+@dataclass
+class TrainingLoop:
+    """Runs until the trainer has done `total_steps` and every instance serves the last version.
+
+    A batch is written as soon as it is complete. No more than max_head_offpolicyness + 1 batches can wait for the
+    trainer, because no group starts that would belong to a later one (see `staleness`).
+    """
+
+    context: StageContext
+    dispatcher: Dispatcher
+    progress: Progress
+    metrics: MetricsFile
+    manifests: list[BatchManifest] = field(default_factory=list)
+    step_metrics: StepMetrics = field(init=False)
+    _reported: int = 0
+    _due_since_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.step_metrics = StepMetrics(self.context.config.total_steps)
+
+    async def run(self) -> None:
+        """Raises BatchCollectionTimeoutError, TrainerSilentError, and what the dispatcher raises."""
+        self._due_since_s = time.monotonic()
+        waiting: Span | None = None
+        try:
+            while not self.progress.is_complete:
+                self._follow_trainer()
+                waiting = self._change_span(waiting)
+                self.dispatcher.fill(self.progress.served_version)
+                await self._write_batches()
+                await self.dispatcher.wait(POLL_S)
+            self._report()
+        finally:
+            if waiting is not None:
+                waiting.__exit__(None, None, None)
+
+    def _follow_trainer(self) -> None:
+        for step in self.progress.look(len(self.manifests)):
+            self.dispatcher.ledger.record([Trained(step)])
+        self._report()
+
+    def _report(self) -> None:
+        """One line for each step whose records are all there."""
+        while self._reported < self.progress.trained_steps:
+            step, version = self._reported, self._reported + 1
+            published = self.progress.is_published(version)
+            if published and version > self.progress.served_version:
+                return
+            line = self.step_metrics.line(
+                self.manifests[step],
+                self.progress.receipts[step],
+                self.progress.refreshed.get(version),
+                self.progress.served_version,
+            )
+            self.metrics.write(line)
+            self._reported += 1
+            self._trace(line)
+
+    async def _write_batches(self) -> None:
+        while (step := len(self.manifests)) < self.context.config.total_steps:
+            groups = self.dispatcher.take(step)
+            if groups is None:
+                self._check_collection(step)
+                return
+            self.manifests.append(await asyncio.to_thread(self._write, step, groups))
+            self._due_since_s = time.monotonic()
+
+    def _write(self, step: int, groups: list[FinishedGroup]) -> BatchManifest:
+        recorder = self.context.recorder
+        with recorder.span("build_batch", step=step) as span:
+            for group in groups:
+                recorder.flow_end("trajectory", group.group)
+            batch = build_batch(groups, normalize_advantage=self.context.config.algorithm.normalize_advantage)
+            self.dispatcher.ledger.sync()
+            manifest = write_batch(self.context.run, step, batch, **describe_groups(groups, step))
+            recorder.flow_start("batch", step)
+            span.add(sequences=manifest.sequences, tokens=manifest.tokens)
+        return manifest
+
+    def _check_collection(self, step: int) -> None:
+        """The clock of a batch runs while its groups may be generated."""
+        timeout_s = self.context.config.global_resource_planner.runtime_batch_collection_timeout_s
+        now = time.monotonic()
+        if step > newest_allowed_step(self.dispatcher.bounds, self.progress.served_version):
+            self._due_since_s = now
+        if now - self._due_since_s > timeout_s:
+            raise BatchCollectionTimeoutError(
+                f"batch {step} is not complete after {timeout_s:.0f} s "
+                f"(global_resource_planner.runtime_batch_collection_timeout_s): {self.dispatcher.describe()}, of "
+                f"{self.dispatcher.bounds.groups_per_batch}; instances: {self.dispatcher.answerer.pool.describe()}"
+            )
+
+    def _change_span(self, current: Span | None) -> Span | None:
+        """Record what the loop waits for: collect_batch while groups are in flight, else the trainer or its weights."""
+        phase = self._phase()
+        if current is not None and current.phase == phase:
+            return current
+        if current is not None:
+            current.__exit__(None, None, None)
+        return self.context.recorder.span(phase, step=len(self.manifests)).__enter__()
+
+    def _phase(self) -> str:
+        if self.dispatcher.open:
+            return "collect_batch"
+        if self.progress.trained_steps < len(self.manifests):
+            return "wait_for_trainer"
+        return "wait_for_weights"
+
+    def _trace(self, line: dict[str, float]) -> None:
+        recorder, step = self.context.recorder, self._reported - 1
+        recorder.counter("reward", line["reward"], step=step)
+        recorder.counter("tokens_per_s", line["tokens_per_s"], step=step)
+        recorder.counter("staleness", line["staleness_max"], step=step)
+        recorder.counter("version", line["version"], step=step)
+        print(
+            f"step {step + 1}/{line['total_steps']} reward {line['reward']:.3f} {line['tokens_per_s']:.0f} tokens/s "
+            f"staleness {line['staleness_mean']:.2f} version {line['version']} sync {line['sync_s']:.3f} s",
+            flush=True,
+        )
