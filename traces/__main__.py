@@ -62,7 +62,7 @@ def _export_message(exported: Exported) -> str:
     ]
     if exported.num_unfinished:
         lines.append(
-            f"{exported.num_unfinished} phases never ended (process killed, or still running): 'unfinished' in their details."
+            f"Phases that never ended (process killed, or still running): {exported.num_unfinished}, marked 'unfinished'."
         )
     lines += [f"Skipped {count} torn or foreign lines in {path}." for path, count in exported.bad_lines.items()]
     if exported.num_dropped:

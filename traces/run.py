@@ -59,8 +59,9 @@ class RunTrace:
         horizon = {session.session: end for session, end in zip(sessions, ends, strict=True) if not session.closed}
         for span in process.spans:
             if span.unfinished and span.session in horizon:
-                span.details = {**span.details, "last_record_ns": process.sessions[span.session].last_ns}
                 span.end_ns = max(span.end_ns, horizon[span.session])
+                silent_ns = span.end_ns - process.sessions[span.session].last_ns
+                span.details = {**span.details, "silent_s": silent_ns / 1e9}
         process.spans.sort(key=lambda span: (span.start_ns, -span.end_ns, span.span_id or 0))
 
 
