@@ -7,11 +7,13 @@ deadline and says what it waited for and from whom.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +21,8 @@ Found = TypeVar("Found")
 
 POLL_FIRST_S = 0.005
 POLL_LAST_S = 0.5
+_FSYNC_THREADS = 8
+_STALE_RETRIES = 3
 
 
 class WaitTimeoutError(TimeoutError):
@@ -31,13 +35,20 @@ class WaitTimeoutError(TimeoutError):
         self.waited_s = waited_s
 
 
-def fsync_directory(directory: Path) -> None:
-    """Make a rename inside `directory` durable (a no-op on NFS, needed on local disks and Lustre)."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def fsync_path(path: Path) -> None:
+    """Make the content of a file, or the names in a directory, durable (names already are on NFS)."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def fsync_paths(paths: Sequence[Path]) -> None:
+    """`fsync_path` of all at the same time: a journalling filesystem serves those that wait together with one commit."""
+    with ThreadPoolExecutor(min(_FSYNC_THREADS, max(1, len(paths)))) as pool:
+        for done in [pool.submit(fsync_path, path) for path in paths]:
+            done.result()
 
 
 def write_bytes_atomic(path: Path, data: bytes) -> None:
@@ -53,26 +64,48 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    fsync_directory(path.parent)
+    fsync_path(path.parent)
+
+
+def json_text(payload: dict[str, Any]) -> str:
+    """One line for each key, sorted. Not indented further: that takes json's slow encoder, seconds for a large manifest."""
+    lines = (f" {json.dumps(key)}: {json.dumps(payload[key], sort_keys=True)}" for key in sorted(payload))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def write_json_atomic(path: Path, payload: dict[str, Any]) -> None:
-    write_bytes_atomic(path, (json.dumps(payload, indent=1, sort_keys=True) + "\n").encode())
+    write_bytes_atomic(path, json_text(payload).encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in `path`; None when there is no such file yet.
 
+    An NFS client may remember for a minute that the file was missing; listing its directory makes it look again, so a
+    loop around this function sees a new file as soon as a loop around `list_names` does.
     Raises ValueError for a file that is not a JSON object: records appear by rename, so a half one is damage, not haste.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    text = _read_text(path)
+    if text is None and path.name in list_names(path.parent):
+        text = _read_text(path)
+    if text is None:
         return None
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds {type(value).__name__}, wanted a JSON object")
     return value
+
+
+def _read_text(path: Path) -> str | None:
+    for attempt in range(_STALE_RETRIES):
+        try:
+            return path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            # NFS: another host replaced the file between our open and our read; the name leads to the new one.
+            if error.errno != errno.ESTALE or attempt == _STALE_RETRIES - 1:
+                raise
+    return None
 
 
 def list_names(directory: Path) -> list[str]:
@@ -85,8 +118,9 @@ def list_names(directory: Path) -> list[str]:
 
 
 def make_directory(path: Path) -> Path:
-    """Create `path` and its parents with mode 0700; harmless when another process made it first."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Create `path` and its missing parents, all with mode 0700; harmless when another process made them first."""
+    for missing in reversed([parent for parent in (path, *path.parents) if not parent.is_dir()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
     return path
 
 

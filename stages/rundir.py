@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stages.files import fsync_directory, list_names, make_directory, read_json, write_json_atomic
+from stages.files import fsync_path, fsync_paths, json_text, list_names, make_directory, read_json, write_json_atomic
 
 SCHEMA_VERSION = 1
 _VERSION_NAME = re.compile(r"^v(\d{6,})$")
@@ -64,13 +64,18 @@ class RunDir:
     def create(cls, root: Path, *, extra: dict[str, Any] | None = None) -> RunDir:
         """Make a new run in `root`, with attempt 0 and a random run id.
 
-        Raises RunInUseError when `root` exists and is not empty.
+        Raises RunInUseError when `root` exists and is not empty, or when another process makes a run there right now.
         """
         root = root.absolute()
+        in_use = f"{root} is not empty; choose another launch.run_dir or remove the directory"
         if list_names(root):
-            raise RunInUseError(f"{root} is not empty; choose another launch.run_dir or remove the directory")
+            raise RunInUseError(in_use)
         make_directory(root)
         root.chmod(0o700)
+        try:
+            (root / "attempts").mkdir(mode=0o700)  # of two launchers, one makes this
+        except FileExistsError:
+            raise RunInUseError(in_use) from None
         run = cls(root=root, run_id=secrets.token_hex(8), attempt=0, writer="launcher")
         for folder in (
             run.instances,
@@ -230,6 +235,10 @@ class RunDir:
 
     def write(self, path: Path, payload: dict[str, Any]) -> None:
         """Publish a record atomically. Raises FencedError when a newer attempt exists, OutsideRunError on a stray path."""
+        write_json_atomic(path, self.stamped(path, payload))
+
+    def stamped(self, path: Path, payload: dict[str, Any]) -> dict[str, Any]:
+        """`payload` as this process may write it to `path` now; raises what `write` raises."""
         self.check_fence()
         self.inside(path)
         stamp = {
@@ -238,7 +247,7 @@ class RunDir:
             "sequence": next(self._sequence),
             "writer": self.writer,
         }
-        write_json_atomic(path, {**payload, **stamp})
+        return {**payload, **stamp}
 
     def read(self, path: Path, *, any_attempt: bool = False) -> dict[str, Any] | None:
         """A record of this run, or None. Records of an older attempt count only with `any_attempt` (published data)."""
@@ -303,19 +312,34 @@ class Publication:
     manifest_name: str
     committed: bool = False
 
-    def commit(self, payload: dict[str, Any]) -> None:
-        """Write the manifest last, make the directory durable, and give it its name.
+    def commit(self, payload: dict[str, Any], pointer: tuple[Path, dict[str, Any]] | None = None) -> None:
+        """Write the manifest last, make every file and the directory durable, and give the directory its name.
 
+        `pointer` is a record beside the directory, written when the directory has its name (weights/LATEST.json).
         A directory of that name left by an older attempt is moved aside first and removed.
         """
-        self.run.write(self.path / self.manifest_name, payload)
-        fsync_directory(self.path)
-        if self.final.name in list_names(self.final.parent):
-            trash = self.final.with_name(f".{self.final.name}.trash-{secrets.token_hex(4)}")
-            os.rename(self.final, trash)
-            os.rename(self.path, self.final)
-            shutil.rmtree(trash, ignore_errors=True)
-        else:
-            os.rename(self.path, self.final)
-        fsync_directory(self.final.parent)
+        self._write_manifest(payload)
+        fsync_paths([*(self.path / name for name in list_names(self.path)), self.path])
+        trash = self._move_aside()
+        os.rename(self.path, self.final)
         self.committed = True
+        if pointer is None:
+            fsync_path(self.final.parent)
+        else:
+            self.run.write(*pointer)  # its fsync of the common parent covers both names
+        if trash is not None:
+            shutil.rmtree(trash)
+
+    def _write_manifest(self, payload: dict[str, Any]) -> None:
+        """Not by rename: nobody looks into the directory before it has its name."""
+        manifest = self.path / self.manifest_name
+        text = json_text(self.run.stamped(manifest, payload))
+        with os.fdopen(os.open(manifest, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as handle:
+            handle.write(text)
+
+    def _move_aside(self) -> Path | None:
+        if self.final.name not in list_names(self.final.parent):
+            return None
+        trash = self.final.with_name(f".{self.final.name}.trash-{secrets.token_hex(4)}")
+        os.rename(self.final, trash)
+        return trash

@@ -1,0 +1,114 @@
+"""Deletion of what nobody needs any more. One owner: rank 0 of the trainer, between two refreshes."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from conf.schema import WeightsConfig
+from stages.context import StageContext
+from stages.files import list_names
+from stages.rundir import RunDir
+from stages.weights.instances import read_statuses
+
+_RECORD_NAME = re.compile(r"^v(\d{6,})\.json$")
+_LEFTOVER_NAME = re.compile(r"^\.(?:v|step_)\d{6,}\.(?:tmp-(?P<attempt>\d+)-[0-9a-f]+|trash-[0-9a-f]+)$")
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What one collection removed."""
+
+    versions: tuple[int, ...]
+    batches: tuple[int, ...]
+    records: tuple[str, ...]
+    leftovers: tuple[str, ...]
+
+
+def collect(context: StageContext) -> Collected:
+    """Delete old weight versions, trained batches and refresh records of a run, within the limits of its configuration.
+
+    Kept whatever their age: versions that an instance leases, that LATEST.json names, that a request waits for; batches
+    without a receipt. ACK files are never deleted: they are small, and the proof of what was served when.
+    """
+    run, options = context.run, context.config.weights
+    return Collected(
+        versions=_collect_versions(run, options.keep_versions),
+        batches=_collect_batches(run, options.keep_batches),
+        records=_collect_records(run, options),
+        leftovers=(*sweep_leftovers(run, run.weights), *sweep_leftovers(run, run.batches)),
+    )
+
+
+def sweep_leftovers(run: RunDir, folder: Path) -> tuple[str, ...]:
+    """Remove hidden folders that a killed process left in `folder`: half publications of older attempts, and trash."""
+    removed = []
+    with os.scandir(folder) as entries:
+        found = [(entry.name, match) for entry in entries if (match := _LEFTOVER_NAME.match(entry.name))]
+    for name, match in found:
+        if match["attempt"] is None or int(match["attempt"]) < run.attempt:
+            shutil.rmtree(folder / name)
+            removed.append(name)
+    return tuple(removed)
+
+
+def _collect_versions(run: RunDir, keep: int) -> tuple[int, ...]:
+    """Versions above LATEST.json belong to an older attempt that got further than its last checkpoint: they go too."""
+    latest = run.read(run.latest_json, any_attempt=True)
+    if latest is None:
+        return ()
+    published = sorted(run.published_versions())
+    newest = [version for version in published if version <= latest["version"]][-keep:]
+    needed = {*newest, latest["version"], *_leased(run), *_requested(run, published)}
+    old = tuple(version for version in published if version not in needed)
+    _remove(run, (run.weights_version(version) for version in old))
+    return old
+
+
+def _leased(run: RunDir) -> set[int]:
+    return {version for status in read_statuses(run).values() for version in (*status.leases, status.version)}
+
+
+def _requested(run: RunDir, published: Iterable[int]) -> set[int]:
+    """Versions that this attempt asked for and that have not been proved by all."""
+    return {
+        version
+        for version in published
+        if run.read(run.request_json(version)) is not None and run.read(run.refreshed_json(version)) is None
+    }
+
+
+def _versions(folder: Path) -> set[int]:
+    return {int(match[1]) for name in list_names(folder) if (match := _RECORD_NAME.match(name))}
+
+
+def _collect_batches(run: RunDir, keep: int) -> tuple[int, ...]:
+    """Batches with a receipt, but not the newest `keep` of them."""
+    steps = sorted(run.published_batches())
+    old = tuple(step for step in steps[:-keep] if "trained.json" in list_names(run.batch(step)))
+    _remove(run, (run.batch(step) for step in old))
+    return old
+
+
+def _collect_records(run: RunDir, options: WeightsConfig) -> tuple[str, ...]:
+    removed = []
+    for folder in (run.requests, run.refreshed):
+        for version in sorted(_versions(folder))[: -options.keep_records]:
+            path = folder / f"v{version:06d}.json"
+            path.unlink(missing_ok=True)
+            removed.append(str(path.relative_to(run.root)))
+    return tuple(removed)
+
+
+def _remove(run: RunDir, folders: Iterable[Path]) -> None:
+    """Rename first, so that no reader finds half a folder; a crash in between leaves trash for the next sweep."""
+    for folder in folders:
+        run.check_fence()
+        trash = folder.with_name(f".{folder.name}.trash-{secrets.token_hex(4)}")
+        os.rename(folder, trash)
+        shutil.rmtree(trash)

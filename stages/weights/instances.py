@@ -1,0 +1,117 @@
+"""Rollout instances as others see them: registration, leases and heartbeat, one file each, written by its agent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from stages.files import list_names
+from stages.rundir import RunDir
+from stages.weights.errors import InstanceSilentError
+from stages.weights.fields import Fields
+
+STATES = ("starting", "ready", "reloading", "stopping")
+
+
+@dataclass(frozen=True)
+class InstanceStatus:
+    """`version` and `manifest_digest` are those proved and served; -1 and "" before the first proof.
+
+    `heartbeat` is a counter that the agent raises with every writing. `leases` are all versions whose folder the
+    instance reads or may still read: they are not deleted. A lease is written before the folder is opened.
+    """
+
+    instance: str
+    state: str
+    base_url: str
+    host: str
+    version: int
+    manifest_digest: str
+    heartbeat: int
+    agent_pid: int
+    server_pid: int
+    device: str
+    tp: int
+    leases: tuple[int, ...] = ()
+
+    def to_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], what: str) -> InstanceStatus:
+        fields = Fields(record, what)
+        status = cls(
+            instance=fields.text("instance"),
+            state=fields.text("state", STATES),
+            base_url=fields.text("base_url", empty=True),
+            host=fields.text("host"),
+            version=fields.integer("version", -1),
+            manifest_digest=fields.text("manifest_digest", empty=True),
+            heartbeat=fields.integer("heartbeat"),
+            agent_pid=fields.integer("agent_pid"),
+            server_pid=fields.integer("server_pid"),
+            device=fields.text("device"),
+            tp=fields.integer("tp", 1),
+            leases=fields.integers("leases"),
+        )
+        fields.finish()
+        return status
+
+
+def write_status(run: RunDir, status: InstanceStatus) -> None:
+    run.write(run.instance_json(status.instance), status.to_record())
+
+
+def read_status(run: RunDir, instance: str) -> InstanceStatus | None:
+    """What `instance` says in this attempt; None when it has not registered. Raises RecordError for a damaged record."""
+    record = run.read(run.instance_json(instance))
+    return None if record is None else InstanceStatus.from_record(record, f"registration of {instance}")
+
+
+def read_statuses(run: RunDir) -> dict[str, InstanceStatus]:
+    """All instances that registered in this attempt, by name."""
+    names = [name.removesuffix(".json") for name in list_names(run.instances) if name.endswith(".json")]
+    found = {name: read_status(run, name) for name in names}
+    return {name: status for name, status in found.items() if status is not None}
+
+
+@dataclass
+class _Seen:
+    heartbeat: int
+    at_s: float
+    state: str
+
+
+@dataclass
+class HeartbeatWatch:
+    """Judges instances by whether their counters move on this process's own clock; clocks of hosts are not compared.
+
+    An instance that has not registered is not judged: how long it may take to start is another deadline.
+    """
+
+    run: RunDir
+    instances: Iterable[str]
+    timeout_s: float
+    clock: Callable[[], float] = time.monotonic
+    _seen: dict[str, _Seen] = field(default_factory=dict)
+    _next_look_s: float = float("-inf")
+
+    def check(self) -> None:
+        """Read the counters, at most ten times within `timeout_s`. Raises InstanceSilentError."""
+        now_s = self.clock()
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + self.timeout_s / 10
+        for instance in self.instances:
+            status = read_status(self.run, instance)
+            if status is not None:
+                self._judge(status, now_s)
+
+    def _judge(self, status: InstanceStatus, now_s: float) -> None:
+        seen = self._seen.get(status.instance)
+        if seen is None or seen.heartbeat != status.heartbeat:
+            self._seen[status.instance] = _Seen(status.heartbeat, now_s, status.state)
+        elif now_s - seen.at_s >= self.timeout_s:
+            raise InstanceSilentError(status.instance, now_s - seen.at_s, status.state)
