@@ -1,0 +1,90 @@
+"""What the supervisor leaves on disk: state.json (now) and events.jsonl (how it came to that)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from launch.verdict import Cause
+from stages.rundir import FencedError, RunDir
+
+HEARTBEAT_S = 1.0
+
+
+class Journal:
+    """Writes state.json at every change, and at least every HEARTBEAT_S with a counter that moves.
+
+    phase: starting, running, stopping, then succeeded or failed, which is the last word. Never raises: steps must still be
+    stopped on a full disk or when a newer attempt has fenced this one out. `trouble` then says what went wrong.
+    """
+
+    trouble: OSError | FencedError | None = None
+
+    def __init__(self, run: RunDir, mode: str, job_id: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run = run
+        self._clock = clock
+        self._about = {"mode": mode, "job_id": job_id, "host": socket.gethostname(), "pid": os.getpid()}
+        self._phase = "starting"
+        self._steps: dict[str, dict[str, Any]] = {}
+        self._cause: Cause | None = None
+        self._heartbeat = 0
+        self._written_s = float("-inf")
+        self._events = os.open(run.events_jsonl, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    @property
+    def cause(self) -> Cause | None:
+        return self._cause
+
+    def close(self) -> None:
+        os.close(self._events)
+
+    def event(self, what: str, /, **details: Any) -> None:
+        """One line in events.jsonl and in the supervisor's log."""
+        line = json.dumps({"time": round(time.time(), 3), "event": what, **details})
+        try:
+            os.write(self._events, (line + "\n").encode())
+        except OSError as error:
+            self.trouble = error
+        words = " ".join(f"{key}={value}" for key, value in details.items())
+        print(f"{time.strftime('%H:%M:%S')} {what} {words}", flush=True)
+
+    def phase(self, phase: str) -> None:
+        self._phase = phase
+        self.event("phase", phase=phase)
+        self._write()
+
+    def step(self, name: str, **fields: Any) -> None:
+        """Merge `fields` into the step's entry: state, pid, exit_code, started, ended."""
+        self._steps.setdefault(name, {}).update(fields)
+        self.event("step", name=name, **fields)
+        self._write()
+
+    def forget(self, name: str) -> None:
+        self._steps.pop(name, None)
+
+    def fatal(self, cause: Cause) -> None:
+        """Record the first fatal cause; a later one is an event only."""
+        self.event("fatal" if self._cause is None else "also", step=cause.step, kind=cause.kind, message=cause.message)
+        if self._cause is None:
+            self._cause = cause
+            self._write()
+
+    def beat(self) -> None:
+        if self._clock() - self._written_s >= HEARTBEAT_S:
+            self._write()
+
+    def _write(self) -> None:
+        self._heartbeat += 1
+        self._written_s = self._clock()
+        cause = asdict(self._cause) if self._cause else None
+        payload = {"phase": self._phase, "steps": self._steps, "cause": cause, "heartbeat": self._heartbeat}
+        try:
+            self._run.write(self._run.state_json, {**payload, **self._about, "time": time.time()})
+        except (OSError, FencedError) as error:
+            self.trouble = error
+            print(f"state.json was not written: {error}", flush=True)

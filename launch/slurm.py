@@ -1,0 +1,253 @@
+"""What Slurm says about a job, in its text formats, and the few things we tell it.
+
+JSON output changed in every release since 22.05; these text forms did not. sacct is never asked: accounting may be off.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from launch.scrub import scrubbed
+
+COMMAND_TIMEOUT_S = 10.0
+
+
+class SlurmCommandError(RuntimeError):
+    """A Slurm command failed or did not answer; the message holds what it printed."""
+
+
+class JobPhase(Enum):
+    """What a state means for someone who waits for the job."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+
+    @property
+    def is_over(self) -> bool:
+        return self in (JobPhase.SUCCEEDED, JobPhase.FAILED)
+
+
+JOB_STATES: dict[str, JobPhase] = {
+    # base states (squeue(1), "JOB STATE CODES")
+    "PENDING": JobPhase.PENDING,
+    "RUNNING": JobPhase.RUNNING,
+    "SUSPENDED": JobPhase.RUNNING,
+    "COMPLETED": JobPhase.SUCCEEDED,
+    "CANCELLED": JobPhase.FAILED,
+    "FAILED": JobPhase.FAILED,
+    "TIMEOUT": JobPhase.FAILED,
+    "NODE_FAIL": JobPhase.FAILED,
+    "PREEMPTED": JobPhase.FAILED,
+    "BOOT_FAIL": JobPhase.FAILED,
+    "DEADLINE": JobPhase.FAILED,
+    "OUT_OF_MEMORY": JobPhase.FAILED,
+    # flags that are shown in place of the base state
+    "COMPLETING": JobPhase.RUNNING,
+    "CONFIGURING": JobPhase.PENDING,
+    "EXPEDITING": JobPhase.PENDING,  # 25.11
+    "LAUNCH_FAILED": JobPhase.FAILED,
+    "POWER_UP_NODE": JobPhase.PENDING,
+    "RECONFIG_FAIL": JobPhase.FAILED,
+    "REQUEUED": JobPhase.PENDING,
+    "REQUEUE_FED": JobPhase.PENDING,
+    "REQUEUE_HOLD": JobPhase.PENDING,
+    "RESIZING": JobPhase.RUNNING,
+    "RESV_DEL_HOLD": JobPhase.PENDING,
+    "REVOKED": JobPhase.UNKNOWN,  # a federation runs it on another cluster
+    "SIGNALING": JobPhase.RUNNING,
+    "SPECIAL_EXIT": JobPhase.PENDING,  # requeued and held
+    "STAGE_OUT": JobPhase.RUNNING,
+    "STOPPED": JobPhase.RUNNING,
+    "UPDATE_DB": JobPhase.RUNNING,
+}
+
+
+def job_phase(state: str) -> JobPhase:
+    """The meaning of a state as printed ("CANCELLED by 1000", "CANCELLED+" included); unknown words are UNKNOWN."""
+    words = state.split()
+    return JOB_STATES.get(words[0].rstrip("+").upper(), JobPhase.UNKNOWN) if words else JobPhase.UNKNOWN
+
+
+@dataclass(frozen=True)
+class ComponentState:
+    """One component of a job. `exit_code` is Slurm's "status:signal", empty when the source does not tell it."""
+
+    job_id: int
+    offset: int
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    exit_code: str = ""
+
+    @property
+    def phase(self) -> JobPhase:
+        return job_phase(self.state)
+
+    @property
+    def text(self) -> str:
+        """For messages: state, exit code, reason."""
+        parts = [f"component {self.offset} is {self.state}"]
+        if self.exit_code not in ("", "0:0"):
+            status, _, signum = self.exit_code.partition(":")
+            parts.append(f"signal {signum}" if signum not in ("", "0") else f"exit code {status}")
+        if self.reason and self.reason not in ("None", "NonZeroExitCode"):
+            parts.append(self.reason)
+        return ", ".join(parts)
+
+
+def fold(components: Sequence[ComponentState]) -> ComponentState:
+    """One state for a whole hetjob. The batch script belongs to the leader, so nothing is over while the leader is not.
+
+    Then the first failed component speaks for all: after a time limit the leader is TIMEOUT and component 1, killed by it,
+    COMPLETED. Raises ValueError when there is no component.
+    """
+    if not components:
+        raise ValueError("no component to fold")
+    ordered = sorted(components, key=lambda component: component.offset)
+    leader = ordered[0]
+    if not leader.phase.is_over:
+        return leader
+    return next((component for component in ordered if component.phase is JobPhase.FAILED), leader)
+
+
+SQUEUE_FORMAT = "%i|%T|%r|%N"
+
+
+def parse_squeue(text: str) -> list[ComponentState]:
+    """Lines of `squeue -h -o '%i|%T|%r|%N'`: "12+1|RUNNING|None|node[0-1]", or "12|..." for an ordinary job."""
+    found = []
+    for line in text.splitlines():
+        match = re.match(r"^\s*(\d+)(?:\+(\d+))?\|([^|]*)\|([^|]*)\|(.*)$", line)
+        if match:
+            job, offset = int(match[1]), int(match[2] or 0)
+            found.append(ComponentState(job + offset, offset, match[3].strip(), match[4].strip(), match[5].strip()))
+    return found
+
+
+def parse_scontrol(text: str) -> list[ComponentState]:
+    """Lines of `scontrol -o show job J`: one record of NAME=value words for each component."""
+    found = []
+    for line in text.splitlines():
+        # Values may hold blanks (Comment=, Command=); the names asked for here come before those and have none.
+        values = dict(re.findall(r"(?:^|\s)([A-Za-z/]+)=(\S*)", line))
+        if "JobId" in values:
+            found.append(
+                ComponentState(
+                    job_id=int(values["JobId"]),
+                    offset=int(values.get("HetJobOffset", 0)),
+                    state=values.get("JobState", ""),
+                    reason=values.get("Reason", ""),
+                    nodes="" if values.get("NodeList") == "(null)" else values.get("NodeList", ""),
+                    exit_code=values.get("ExitCode", ""),
+                )
+            )
+    return found
+
+
+def parse_steps(text: str) -> dict[str, str]:
+    """Lines of `squeue -s -h -o '%i|%j'` as step name -> step id."""
+    pairs = (line.strip().partition("|") for line in text.splitlines())
+    return {name: step for step, _, name in pairs if name and re.match(r"^\d+\.\d+$", step)}
+
+
+_UNKNOWN_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
+
+
+def query(job_id: int) -> list[ComponentState]:
+    """Every component of the job whose leader is `job_id`; empty when Slurm does not know it (any more).
+
+    Finished jobs stay known for MinJobAge (300 s by default). Raises SlurmCommandError when Slurm does not answer.
+    """
+    try:
+        found = parse_squeue(command(["squeue", "-h", "-t", "all", "-j", str(job_id), "-o", SQUEUE_FORMAT]))
+        if found and not fold(found).phase.is_over:
+            return found
+        # Only scontrol knows exit codes, and it still has jobs that some squeue releases no longer list.
+        return parse_scontrol(command(["scontrol", "-o", "show", "job", str(job_id)])) or found
+    except SlurmCommandError as error:
+        if _UNKNOWN_JOB.search(str(error)):
+            return []
+        raise
+
+
+def step_ids(job_ids: Iterable[int]) -> dict[str, str]:
+    """Step name -> step id over all components; `squeue -s -j LEADER` alone lists component 0 only (22.05)."""
+    listed = ",".join(str(job_id) for job_id in job_ids)
+    return parse_steps(command(["squeue", "-s", "-h", "-j", listed, "-o", "%i|%j"]))
+
+
+def cancel_steps(ids: Sequence[str], signal: str = "") -> None:
+    """Signal steps; without a signal, kill them at once. scancel's exit code is not looked at: on 22.05 it is 225
+    ("Invalid job id") for a step of a hetjob's component 0 although the signal arrives."""
+    if ids:
+        _run(["scancel", *([f"--signal={signal}"] if signal else []), *ids])
+
+
+def cancel_job(job_id: int) -> None:
+    """End all components, by the leader's id only. Raises SlurmCommandError."""
+    command(["scancel", str(job_id)])
+
+
+def signal_batch(job_id: int, signal: str) -> None:
+    """Signal the batch shell, which is the supervisor, and nothing else. Raises SlurmCommandError."""
+    command(["scancel", "--batch", f"--signal={signal}", str(job_id)])
+
+
+def command(arguments: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+    """stdout of a Slurm command, run in a scrubbed environment. Raises SlurmCommandError."""
+    done = _run(arguments, timeout_s)
+    if done.returncode != 0:
+        raise SlurmCommandError(f"{arguments[0]} failed ({done.returncode}): {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+def _run(arguments: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            list(arguments),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=scrubbed(os.environ),
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SlurmCommandError(f"{arguments[0]} did not answer within {timeout_s:g} s") from error
+    except FileNotFoundError as error:
+        raise SlurmCommandError(f"{arguments[0]} is not on PATH") from error
+
+
+def expand_nodes(nodelist: str) -> list[str]:
+    """Host names of "node[0-1,03],gpu7" in the order written. Raises ValueError for unbalanced brackets."""
+    if nodelist.count("[") != nodelist.count("]"):
+        raise ValueError(f"not a Slurm node list: {nodelist!r}")
+    hosts: list[str] = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
+        hosts.extend(_expand_one(part.strip()))
+    return hosts
+
+
+def _expand_one(part: str) -> list[str]:
+    match = re.search(r"\[([^\]]*)\]", part)
+    if match is None:
+        return [part] if part else []
+    head, tail = part[: match.start()], _expand_one(part[match.end() :]) or [""]
+    return [f"{head}{number}{rest}" for number in _numbers(match[1]) for rest in tail]
+
+
+def _numbers(ranges: str) -> list[str]:
+    """ "08-10,12" -> 08 09 10 12: the width of the first number is kept."""
+    found: list[str] = []
+    for item in ranges.split(","):
+        first, _, last = item.partition("-")
+        found.extend(f"{value:0{len(first)}d}" for value in range(int(first), int(last or first) + 1))
+    return found
