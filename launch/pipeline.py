@@ -25,7 +25,7 @@ from planner.search import describe, make_plan
 from planner.validate import problems
 from stages.files import write_bytes_atomic
 from stages.rundir import RunDir
-from stages.warmup.cache import cached_policy_path
+from stages.warmup.key import cached_policy_path
 
 WARMUP_FAILED = (
     "the warm-up failed (exit code {code}); its output is above. Change warmup.* or set model_path and warmup.steps=0"
