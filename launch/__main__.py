@@ -14,7 +14,7 @@ def main() -> int:
     overrides = [text for text in arguments if not text.startswith("-")]
     try:
         if len(overrides) < len(arguments):
-            compose([text for text in overrides if "," not in text])
+            compose([text for text in overrides if "=" in text and "," not in text])
             return hydra_command_line(launch)
         launch(overrides)
     except LibraError as error:
