@@ -99,15 +99,17 @@ class Supervisor:
             self._interruption.wait(TICK_S)
 
     def _first_desired(self) -> DesiredState | Cause:
-        def look() -> DesiredState | Cause | None:
-            return self._interruption.cause or read_desired(self._run)
+        def look() -> tuple[DesiredState | Cause] | None:
+            found = self._interruption.cause or read_desired(self._run)
+            return None if found is None else (found,)
 
-        return wait_for(
+        (found,) = wait_for(
             look,
             deadline_s=DESIRED_WAIT_S,
             awaited=str(self._run.desired_json),
             from_whom="the launcher",
         )
+        return found
 
     def _cause(self, desired: DesiredState) -> Cause | None:
         if self._interruption.cause is not None:

@@ -1,0 +1,292 @@
+"""Submitting a run: a heterogeneous Slurm job, or its local pair. The supervisor is the same callable in both."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core.core import InfoWatcher, PicklingExecutor
+from submitit.core.utils import DelayedSubmission, FailedJobError
+from submitit.slurm.slurm import SlurmJob
+
+from conf.schema import LibraConfig
+from launch import slurm
+from launch.desired_steps import desired_steps
+from launch.errors import LibraError
+from launch.hetjob import HetJobSpec, check_path, job_spec, render, supervisor_command
+from launch.local import LocalPairExecutor, LocalPairJob, link_log
+from launch.machine import has_slurm
+from launch.scrub import is_foreign
+from launch.slurm import JobPhase
+from launch.steps import Entry, exception_text, tail
+from launch.supervise import supervise
+from launch.sweep import sweep
+from launch.verdict import signal_name
+from planner.plan import Plan
+from stages.desired import write_desired
+from stages.entry import run_stage
+from stages.files import write_bytes_atomic
+from stages.rundir import RunDir
+
+QUEUE_FIRST_S = 1.0
+QUEUE_LAST_S = 10.0
+STALLED_S = 4.0
+"""A supervisor whose heartbeat stands still this long is asked about at once."""
+
+
+class SubmissionError(LibraError):
+    """Slurm refused the job; the message is Slurm's own."""
+
+
+class ArrayRefusedError(TypeError):
+    """A heterogeneous job cannot be an array (Slurm rejects `--array` on any component)."""
+
+
+class HetJobWatcher(InfoWatcher):
+    """State of hetjobs without sacct: squeue, then scontrol. submitit asks it, shared by all jobs of the class."""
+
+    def update(self) -> None:
+        self._num_calls += 1
+        self._last_status_check = time.time()
+        for job_id in self._registered - self._finished:
+            self._info_dict[job_id] = self._ask(job_id)
+            if self.is_done(job_id, mode="cache"):
+                self._finished.add(job_id)
+
+    def _ask(self, job_id: str) -> dict[str, str]:
+        try:
+            components = slurm.query(int(job_id))
+        except slurm.SlurmCommandError as error:
+            return {"State": "UNKNOWN", "Reason": str(error)}
+        if not components:
+            return {"State": "GONE", "Reason": "Slurm does not know the job any more"}
+        folded = slurm.fold(components)
+        return {"State": folded.state, "Reason": folded.text, "NodeList": folded.nodes}
+
+    def get_state(self, job_id: str, mode: str = "standard") -> str:
+        return self.get_info(job_id, mode=mode).get("State") or "UNKNOWN"
+
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        state = self.get_state(job_id, mode=mode)
+        return state == "GONE" or slurm.job_phase(state).is_over
+
+
+class HetJob(SlurmJob[Any]):
+    watcher = HetJobWatcher(delay_s=30)
+
+
+class HetJobExecutor(submitit.SlurmExecutor):
+    """submitit's Slurm executor for one typed HetJobSpec; `update_parameters` has nothing to say here."""
+
+    job_class = HetJob
+
+    def __init__(self, folder: Path, spec: HetJobSpec, python: str) -> None:
+        super().__init__(folder, max_num_timeout=0, python=shlex.quote(python))
+        self.spec = spec
+        self.parameters["time"] = spec.time_min
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return render(self.spec, command)
+
+    def _num_tasks(self) -> int:
+        """Of the batch shell's callable, the supervisor; the stages are steps with results of their own."""
+        return 1
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        return sbatch_command(str(submission_file_path))
+
+    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[submitit.Job[Any]]:
+        if len(delayed_submissions) != 1:
+            raise ArrayRefusedError(f"{len(delayed_submissions)} submissions in one batch; submit one hetjob at a time")
+        # Past SlurmExecutor's own version, which would build an array of plain SlurmExecutors.
+        jobs: list[submitit.Job[Any]] = PicklingExecutor._internal_process_submissions(self, delayed_submissions)
+        return jobs
+
+
+def sbatch_command(*arguments: str) -> list[str]:
+    """sbatch without the variables of an outer job (an inherited SLURM_HET_SIZE breaks every srun of the new job)."""
+    unset = [word for name in sorted(os.environ) if is_foreign(name) for word in ("-u", name)]
+    return ["env", *unset, "sbatch", *arguments]
+
+
+class Submission(ABC):
+    """A submitted run. `poll` is cheap enough for every second; `exit_code` is what the launcher should return."""
+
+    mode: str
+
+    def __init__(self, run: RunDir, job_id: str) -> None:
+        self.run = run
+        self.job_id = job_id
+
+    def poll(self) -> tuple[str, str]:
+        """("pending" | "running" | "succeeded" | "failed" | "unknown", reason). The supervisor's last word counts most."""
+        return self._last_word() or self._ask()
+
+    @property
+    def exit_code(self) -> int:
+        """0 after success, the first fatal cause's own code after a failure, 1 when there is none."""
+        state = self.run.read(self.run.state_json) or {}
+        if state.get("phase") == "succeeded":
+            return 0
+        return int((state.get("cause") or {}).get("exit_code") or 1)
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Ask the supervisor to end the run; returns at once."""
+
+    @abstractmethod
+    def _ask(self) -> tuple[str, str]:
+        """The state of a job whose supervisor has not said its last word."""
+
+    def _last_word(self) -> tuple[str, str] | None:
+        state = self.run.read(self.run.state_json) or {}
+        if state.get("phase") == "succeeded":
+            return "succeeded", ""
+        if state.get("phase") == "failed":
+            cause = state.get("cause") or {"step": "supervisor", "message": "no cause was recorded"}
+            return "failed", f"{cause['step']}: {cause['message']}"
+        return None
+
+    def _supervisor_error(self) -> str:
+        """Why a supervisor ended before it could record anything, from its log."""
+        return exception_text(tail(self.run.logs / "supervisor.log", lines=200))
+
+
+class SlurmSubmission(Submission):
+    mode = "slurm"
+
+    def __init__(self, run: RunDir, job: HetJob) -> None:
+        super().__init__(run, str(job.job_id))
+        self.job = job
+        self._answer: tuple[str, str] = ("pending", "")
+        self._asked_s = float("-inf")
+        self._pause_s = QUEUE_FIRST_S
+        self._beat: tuple[int, float] = (-1, time.monotonic())
+
+    def cancel(self) -> None:
+        """TERM to the supervisor of a running job (it stops the steps in order); a pending job is just removed."""
+        if self._ask_queue()[0] == "running":
+            slurm.signal_batch(int(self.job_id), "TERM")
+        else:
+            slurm.cancel_job(int(self.job_id))
+
+    def _ask(self) -> tuple[str, str]:
+        """Asks Slurm at growing intervals (1 s to 10 s), and at once when the heartbeat stands still."""
+        now_s = time.monotonic()
+        waited_s = now_s - self._asked_s
+        if waited_s >= self._pause_s or (self._is_stalled(now_s) and waited_s >= QUEUE_FIRST_S):
+            self._asked_s, self._pause_s = now_s, min(self._pause_s * 1.5, QUEUE_LAST_S)
+            self._answer = self._ask_queue()
+        return self._answer
+
+    def _is_stalled(self, now_s: float) -> bool:
+        beat = int((self.run.read(self.run.state_json) or {}).get("heartbeat", -1))
+        if beat != self._beat[0]:
+            self._beat = (beat, now_s)
+        return beat >= 0 and now_s - self._beat[1] > STALLED_S
+
+    def _ask_queue(self) -> tuple[str, str]:
+        try:
+            components = slurm.query(int(self.job_id))
+        except slurm.SlurmCommandError as error:
+            return "unknown", str(error)
+        if not components:
+            return self._last_word() or (
+                "failed",
+                "Slurm does not know the job any more, and the supervisor left no last word",
+            )
+        folded = slurm.fold(components)
+        if folded.phase.is_over:
+            return self._last_word() or ("failed", f"supervisor: {self._supervisor_error() or folded.text}")
+        reason = folded.reason if folded.phase is JobPhase.PENDING and folded.reason != "None" else ""
+        return folded.phase.value, reason
+
+
+class LocalSubmission(Submission):
+    mode = "local"
+
+    def __init__(self, run: RunDir, job: LocalPairJob) -> None:
+        super().__init__(run, str(job.job_id))
+        self.job = job
+
+    def cancel(self) -> None:
+        self.job.cancel()
+
+    def _ask(self) -> tuple[str, str]:
+        code = self.job.exit_status()
+        if code is None:
+            return "running", ""
+        # The steps died with their supervisor; what left its parents behind did not.
+        sweep(f"{self.run.run_id}.{self.run.attempt}.")
+        how = f"killed by {signal_name(-code)}" if code < 0 else f"exited {code}"
+        words = self._supervisor_error()
+        return self._last_word() or ("failed", f"supervisor: {how}{f': {words}' if words else ''}")
+
+
+def choose_mode(config: LibraConfig) -> str:
+    """ "slurm" or "local"; launch.mode=auto takes Slurm when sbatch is there and its controller answers."""
+    if config.launch.mode != "auto":
+        return config.launch.mode
+    return "slurm" if has_slurm() else "local"
+
+
+def render_job(config: LibraConfig, plan: Plan, run_dir: Path, attempt: int = 0) -> str:
+    """job.sbatch: what a real submission of this plan sends, to the letter. Raises JobSpecError, PlacementError."""
+    folder = run_dir / "attempts" / str(attempt) / "submitit"
+    return render(job_spec(config, plan, run_dir, attempt), supervisor_command(python_of(config), folder))
+
+
+def python_of(config: LibraConfig) -> str:
+    return config.launch.python or sys.executable
+
+
+def submit(config: LibraConfig, plan: Plan, run: RunDir, *, entry: Entry = run_stage) -> Submission:
+    """Write the desired state and start the run. Call it from the main thread.
+
+    The run directory already holds config.yaml and plan.json. Raises SubmissionError when Slurm refuses the job, and
+    JobSpecError or PlacementError for a plan that cannot be laid out; nothing runs then.
+    """
+    check_path(run.root)
+    write_desired(run, desired_steps(config, plan))
+    if choose_mode(config) == "local":
+        return _submit_local(config, run, entry)
+    return _submit_slurm(config, plan, run, entry)
+
+
+def _submit_local(config: LibraConfig, run: RunDir, entry: Entry) -> Submission:
+    executor = LocalPairExecutor(run.submitit, max_num_timeout=0, python=shlex.quote(python_of(config)))
+    job = executor.submit(supervise, str(run.root), run.attempt, entry)
+    return LocalSubmission(run, job)
+
+
+def _submit_slurm(config: LibraConfig, plan: Plan, run: RunDir, entry: Entry) -> Submission:
+    spec = job_spec(config, plan, run.root, run.attempt)
+    write_bytes_atomic(run.job_sbatch, render_job(config, plan, run.root, run.attempt).encode())
+    check_with_slurm(run.job_sbatch)
+    executor = HetJobExecutor(run.submitit, spec, python_of(config))
+    try:
+        job = executor.submit(supervise, str(run.root), run.attempt, entry)
+    except FailedJobError as error:
+        raise SubmissionError(f"sbatch refused {run.job_sbatch}: {error}") from error
+    link_log(run.submitit, str(job.job_id))
+    return SlurmSubmission(run, job)
+
+
+def check_with_slurm(script: Path) -> None:
+    """`sbatch --test-only`. It also refuses what a real submission would leave pending for ever (more nodes than there are).
+
+    Raises SubmissionError with Slurm's message.
+    """
+    try:
+        slurm.command(sbatch_command("--test-only", str(script)), timeout_s=60.0)
+    except slurm.SlurmCommandError as error:
+        raise SubmissionError(
+            f"Slurm cannot run this job: {error}; see {script}, and change slurm.partition, slurm.time_min,"
+            f" slurm.mem_per_node_bytes, hardware.cpus_per_node, hardware.gpus_per_node, train_gpus or rollout_gpus"
+        ) from error
