@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -19,7 +18,7 @@ from conf.schema import LibraConfig
 from launch import slurm
 from launch.desired_steps import desired_steps
 from launch.errors import LibraError
-from launch.hetjob import HetJobSpec, check_path, job_spec, render, supervisor_command
+from launch.hetjob import HetJobSpec, check_path, config_python, job_spec, render, render_job
 from launch.local import LocalPairExecutor, LocalPairJob, link_log
 from launch.machine import has_slurm
 from launch.scrub import is_foreign
@@ -40,7 +39,7 @@ STALLED_S = 4.0
 """A supervisor whose heartbeat stands still this long is asked about at once."""
 
 
-class SubmissionError(LibraError):
+class SubmitError(LibraError):
     """Slurm refused the job; the message is Slurm's own."""
 
 
@@ -236,20 +235,10 @@ def choose_mode(config: LibraConfig) -> str:
     return "slurm" if has_slurm() else "local"
 
 
-def render_job(config: LibraConfig, plan: Plan, run_dir: Path, attempt: int = 0) -> str:
-    """job.sbatch: what a real submission of this plan sends, to the letter. Raises JobSpecError, PlacementError."""
-    folder = run_dir / "attempts" / str(attempt) / "submitit"
-    return render(job_spec(config, plan, run_dir, attempt), supervisor_command(python_of(config), folder))
-
-
-def python_of(config: LibraConfig) -> str:
-    return config.launch.python or sys.executable
-
-
 def submit(config: LibraConfig, plan: Plan, run: RunDir, *, entry: Entry = run_stage) -> Submission:
     """Write the desired state and start the run. Call it from the main thread.
 
-    The run directory already holds config.yaml and plan.json. Raises SubmissionError when Slurm refuses the job, and
+    The run directory already holds config.yaml and plan.json. Raises SubmitError when Slurm refuses the job, and
     JobSpecError or PlacementError for a plan that cannot be laid out; nothing runs then.
     """
     check_path(run.root)
@@ -259,8 +248,18 @@ def submit(config: LibraConfig, plan: Plan, run: RunDir, *, entry: Entry = run_s
     return _submit_slurm(config, plan, run, entry)
 
 
+def reattach(run: RunDir, record: dict[str, Any]) -> Submission:
+    """The job that an earlier launcher submitted, from its submission.json ("mode", "job_id").
+
+    Raises SubmitError for a local run: it ended with its launcher.
+    """
+    if record["mode"] != "slurm":
+        raise SubmitError(f"{run.root} was a local run; it ended with its launcher")
+    return SlurmSubmission(run, HetJob(run.submitit, str(record["job_id"])))
+
+
 def _submit_local(config: LibraConfig, run: RunDir, entry: Entry) -> Submission:
-    executor = LocalPairExecutor(run.submitit, max_num_timeout=0, python=shlex.quote(python_of(config)))
+    executor = LocalPairExecutor(run.submitit, max_num_timeout=0, python=shlex.quote(config_python(config)))
     job = executor.submit(supervise, str(run.root), run.attempt, entry)
     return LocalSubmission(run, job)
 
@@ -269,11 +268,11 @@ def _submit_slurm(config: LibraConfig, plan: Plan, run: RunDir, entry: Entry) ->
     spec = job_spec(config, plan, run.root, run.attempt)
     write_bytes_atomic(run.job_sbatch, render_job(config, plan, run.root, run.attempt).encode())
     check_with_slurm(run.job_sbatch)
-    executor = HetJobExecutor(run.submitit, spec, python_of(config))
+    executor = HetJobExecutor(run.submitit, spec, config_python(config))
     try:
         job = executor.submit(supervise, str(run.root), run.attempt, entry)
     except FailedJobError as error:
-        raise SubmissionError(f"sbatch refused {run.job_sbatch}: {error}") from error
+        raise SubmitError(f"sbatch refused {run.job_sbatch}: {error}") from error
     link_log(run.submitit, str(job.job_id))
     return SlurmSubmission(run, job)
 
@@ -281,12 +280,12 @@ def _submit_slurm(config: LibraConfig, plan: Plan, run: RunDir, entry: Entry) ->
 def check_with_slurm(script: Path) -> None:
     """`sbatch --test-only`. It also refuses what a real submission would leave pending for ever (more nodes than there are).
 
-    Raises SubmissionError with Slurm's message.
+    Raises SubmitError with Slurm's message.
     """
     try:
         slurm.command(sbatch_command("--test-only", str(script)), timeout_s=60.0)
     except slurm.SlurmCommandError as error:
-        raise SubmissionError(
+        raise SubmitError(
             f"Slurm cannot run this job: {error}; see {script}, and change slurm.partition, slurm.time_min,"
             f" slurm.mem_per_node_bytes, hardware.cpus_per_node, hardware.gpus_per_node, train_gpus or rollout_gpus"
         ) from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from launch.desired_steps import desired_steps
 from launch.errors import LibraError
 from planner.plan import Plan
 from stages.desired import StepSpec
+
+__all__ = ["Component", "HetJobSpec", "JobSpecError", "desired_steps", "job_spec", "render", "render_job"]
 
 SIGNAL_BEFORE_LIMIT_S = 120
 """Slurm may send the signal up to 60 s early and, as seen on 22.05, 19 s late."""
@@ -145,6 +148,17 @@ def render(spec: HetJobSpec, command: str) -> str:
     blocks = [_component_lines(index, component) for index, component in enumerate(spec.components)]
     separated = blocks[0] + [line for block in blocks[1:] for line in ["#SBATCH hetjob", *block]]
     return "\n".join(head + separated + body)
+
+
+def render_job(config: LibraConfig, plan: Plan, run_dir: Path, attempt: int = 0) -> str:
+    """job.sbatch: what a real submission of this plan sends, to the letter. Raises JobSpecError, PlacementError."""
+    folder = run_dir / "attempts" / str(attempt) / "submitit"
+    return render(job_spec(config, plan, run_dir, attempt), supervisor_command(config_python(config), folder))
+
+
+def config_python(config: LibraConfig) -> str:
+    """The interpreter of supervisor and steps."""
+    return config.launch.python or sys.executable
 
 
 def _component_lines(index: int, component: Component) -> list[str]:
