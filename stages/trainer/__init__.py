@@ -1,0 +1,1 @@
+"""The trainer stage: megatron-core GRPO on batches from the run directory."""

@@ -1,0 +1,25 @@
+"""The fixed token sequence whose log-probs prove that an instance serves the weights that were published."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from conf.schema import LibraConfig
+from stages.trainer.policy import Policy
+from stages.weights.manifest import Probe
+
+
+def probe_tokens(config: LibraConfig, vocab_size: int) -> tuple[int, ...]:
+    """weights.probe_tokens ids drawn over the whole vocabulary from the run's seed; one less than fits into the context.
+
+    The engine must be able to generate one token after them.
+    """
+    count = min(config.weights.probe_tokens, config.max_model_len - 1)
+    draws = np.random.default_rng([config.seed, vocab_size]).integers(0, vocab_size, size=count)
+    return tuple(int(token) for token in draws)
+
+
+def probe(policy: Policy) -> Probe:
+    """Token ids and their log-probs under the policy's present weights; collective over the tensor-parallel ranks."""
+    tokens = probe_tokens(policy.config, policy.architecture.vocab_size)
+    return Probe(tokens, tuple(policy.sequence_logprobs(list(tokens))))
