@@ -75,9 +75,9 @@ def dead(record: Record) -> list[Process]:
 
 
 def log_tails(root: Path) -> str:
-    """The last lines of every daemon's output and log, for an error message."""
+    """The last lines that every daemon wrote, for an error message."""
     parts = []
-    for path in sorted((root / "log").glob("*")):
+    for path in sorted((root / "log").glob("*.out")):
         lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         if lines:
             parts.append("\n".join([f"--- {path.name}", *lines]))

@@ -40,8 +40,6 @@ def _identity(site: Site) -> list[str]:
         "AuthType=auth/munge",
         "CredType=cred/munge",
         f"AuthInfo=socket={site.munge_socket},cred_expire={CREDENTIAL_LIFETIME_S}",
-        # Listen on the addresses given here (loopback), not on every interface of the machine.
-        "CommunicationParameters=NoCtldInAddrAny,NoInAddrAny",
     ]
 
 
