@@ -105,6 +105,11 @@ class ProcessTrace:
         return (self.attempt, self.role, self.name, self.rank)
 
     @property
+    def holder_key(self) -> tuple[int, str, str, int]:
+        """The key of the process that holds the slots: "rollout_000.server" works on those of "rollout_000"."""
+        return (self.attempt, self.role, self.name.partition(".")[0], self.rank)
+
+    @property
     def label(self) -> str:
         """The process's name for people."""
         return f"{self.name} rank {self.rank}" if self.world_size > 1 else self.name

@@ -40,7 +40,7 @@ class NoSuchStepError(ValueError):
 
 @dataclass
 class Row:
-    """One process: its innermost phases, and the requests in flight that it sent (controller) or serves (rollout)."""
+    """One process and its helpers: the innermost phases, the requests in flight that it sent or serves."""
 
     label: str
     segments: list[tuple[str, int, int]] = field(default_factory=list)
@@ -78,22 +78,23 @@ def collect(run: RunTrace, first_step: int | None, num_steps: int) -> Picture:
     """Everything to be drawn between the start of `first_step` and the end of the last of `num_steps` steps."""
     windows = _step_windows(run)
     start_ns, end_ns, steps = _window(windows, first_step, num_steps, (run.start_ns, max(run.end_ns.values())))
-    rows: list[Row] = []
-    flows: dict[tuple[int, str, str], list[tuple[str, int, int]]] = defaultdict(list)
+    rows: dict[tuple[int, str, str, int], Row] = {}
+    flows: dict[tuple[int, str, str], list[tuple[str, int, Row]]] = defaultdict(list)
     requests: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for process in run.processes():
-        row = Row(process.label, _segments(process, start_ns, end_ns))
-        requests_of = [span for span in process.spans if span.phase == _REQUESTS and _shows(span, start_ns, end_ns)]
-        row.requests = [(span.start_ns, span.end_ns) for span in requests_of] or requests.get(process.name, [])
-        for span in requests_of:
-            requests[str(span.details.get("instance", ""))].append((span.start_ns, span.end_ns))
-        if not row.segments and not row.requests:
-            continue
+        row = rows.setdefault(process.holder_key, Row(process.label, requests=requests.get(process.name, [])))
+        row.segments += _segments(process, start_ns, end_ns)
+        for span in process.spans:
+            if span.phase == _REQUESTS and _shows(span, start_ns, end_ns):
+                row.requests.append((span.start_ns, span.end_ns))
+                requests[str(span.details.get("instance", ""))].append((span.start_ns, span.end_ns))
         for point in process.points:
             if point.name in DRAWN_FLOWS and point.flow_id and start_ns <= point.ts_ns <= end_ns:
-                flows[process.attempt, point.name, point.flow_id].append((point.kind, point.ts_ns, len(rows)))
-        rows.append(row)
-    return Picture(start_ns, end_ns, rows, _arrows(flows), steps)
+                flows[process.attempt, point.name, point.flow_id].append((point.kind, point.ts_ns, row))
+    shown = [row for row in rows.values() if row.segments or row.requests]
+    for row in shown:
+        row.segments.sort(key=lambda segment: segment[1])
+    return Picture(start_ns, end_ns, shown, _arrows(flows, shown), steps)
 
 
 def _step_windows(run: RunTrace) -> dict[int, tuple[int, int]]:
@@ -137,18 +138,22 @@ def _segments(process: ProcessTrace, start_ns: int, end_ns: int) -> list[tuple[s
         inner = [] if span.span_id is None else children[span.session, span.span_id]
         own = intersect(subtract([(span.start_ns, span.end_ns)], union(inner)), [(start_ns, end_ns)])
         found += [(span.phase, start, end) for start, end in own]
-    return sorted(found, key=lambda segment: segment[1])
+    return found
 
 
 def _shows(span: SpanRecord, start_ns: int, end_ns: int) -> bool:
     return span.start_ns < end_ns and span.end_ns > start_ns
 
 
-def _arrows(flows: dict[tuple[int, str, str], list[tuple[str, int, int]]]) -> list[tuple[str, int, int, int, int]]:
+def _arrows(
+    flows: dict[tuple[int, str, str], list[tuple[str, int, Row]]], rows: list[Row]
+) -> list[tuple[str, int, int, int, int]]:
+    index = {id(row): position for position, row in enumerate(rows)}
     found = []
     for (_, kind, _), points in flows.items():
-        starts = sorted((ts_ns, row) for direction, ts_ns, row in points if direction == "start")
-        for direction, ts_ns, row in points:
+        placed = [(direction, ts_ns, index[id(row)]) for direction, ts_ns, row in points if id(row) in index]
+        starts = sorted((ts_ns, row) for direction, ts_ns, row in placed if direction == "start")
+        for direction, ts_ns, row in placed:
             if direction == "end" and starts and starts[0][0] <= ts_ns:
                 found.append((kind, *starts[0], ts_ns, row))
     return found

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from traces.intervals import Intervals, intersect, total, union
-from traces.ledger import AttemptActivity, class_intervals, slot_seconds
+from traces.ledger import AttemptActivity, SlotHolder, class_intervals
 from traces.model import ProcessTrace
 from traces.phases import LedgerClass
 from traces.run import RunTrace
@@ -93,7 +93,7 @@ def summarise(run: RunTrace) -> Summary:
         attempts=run.attempts,
         phases=collected.phase_statistics(),
         overlap=collected.overlap(),
-        ledger=collected.ledger,
+        ledger=collected.ledger(),
         steps=sorted(collected.steps.values(), key=lambda step: (step.attempt, step.step)),
         open_processes=collected.open_processes,
         bad_lines=collected.bad_lines,
@@ -109,7 +109,7 @@ class _Collected:
     unfinished: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     generation: Intervals = field(default_factory=list)
     training: Intervals = field(default_factory=list)
-    ledger: dict[str, dict[str, float]] = field(default_factory=dict)
+    holders: dict[tuple[int, str, str, int], SlotHolder] = field(default_factory=dict)
     steps: dict[tuple[int, int], StepTerms] = field(default_factory=dict)
     open_processes: list[str] = field(default_factory=list)
     bad_lines: dict[str, int] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class _Collected:
         }
 
     def take(self, process: ProcessTrace) -> None:
-        """Processes come in display order: the controller, which knows of the requests, before the instances."""
+        """Processes come in display order: the holder of slots before its helpers."""
         for span in process.spans:
             self.durations_s[process.role, span.phase].append((span.end_ns - span.start_ns) / 1e9)
             self.unfinished[process.role, span.phase] += span.unfinished
@@ -135,7 +135,10 @@ class _Collected:
         if process.key == self._first_trainer[process.attempt]:
             self._take_steps(process)
         self._activity[process.attempt].learn(process)
-        self._take_ledger(process)
+        if process.holder_key in self.holders:
+            self.holders[process.holder_key].add_phases(process)
+        elif process.num_slots:
+            self.holders[process.holder_key] = SlotHolder(process)
         self._take_health(process)
 
     def phase_statistics(self) -> list[PhaseStatistics]:
@@ -161,6 +164,15 @@ class _Collected:
         both = intersect(generation, training)
         return Overlap(total(generation) / 1e9, total(training) / 1e9, total(both) / 1e9)
 
+    def ledger(self) -> dict[str, dict[str, float]]:
+        """Slot-seconds by role and class."""
+        roles: dict[str, dict[str, float]] = {}
+        for holder in self.holders.values():
+            role = roles.setdefault(holder.role, {ledger_class.value: 0.0 for ledger_class in LedgerClass})
+            for ledger_class, seconds in holder.seconds(self._activity[holder.attempt]).items():
+                role[ledger_class.value] += seconds
+        return roles
+
     def _attempt_window(self, attempt: int) -> AttemptActivity:
         heads = [head for head in self.run.heads if head.attempt == attempt]
         firsts = [session.first_ns for head in heads for session in head.sessions.values()]
@@ -177,12 +189,6 @@ class _Collected:
             for ledger_class, intervals in class_intervals(spans).items():
                 if ledger_class in _STEP_TERMS:
                     setattr(terms, _STEP_TERMS[ledger_class], total(intervals) / 1e9)
-
-    def _take_ledger(self, process: ProcessTrace) -> None:
-        if process.num_slots:
-            role = self.ledger.setdefault(process.role, {ledger_class.value: 0.0 for ledger_class in LedgerClass})
-            for ledger_class, seconds in slot_seconds(process, self._activity[process.attempt]).items():
-                role[ledger_class.value] += seconds
 
     def _take_health(self, process: ProcessTrace) -> None:
         if process.num_bad_lines:

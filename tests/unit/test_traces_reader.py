@@ -163,6 +163,7 @@ def test_processes_of_one_host_are_aligned_by_their_monotonic_clock(tmp_path: Pa
     run = RunTrace(tmp_path)
 
     assert flow_times(run) == {"a start": 1.0, "b end": 2.0}
+    assert run.start_ns == 1000 * SECOND  # most anchors were read before the wall clock was set
     (clock,) = run.clocks.hosts.values()
     assert (clock.wall_step_ns, clock.shift_ns) == (7 * SECOND, 0)
 
