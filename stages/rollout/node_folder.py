@@ -1,0 +1,64 @@
+"""A folder on the node itself, for what a shared filesystem cannot do: sockets and locks."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stages.files import WaitTimeoutError
+from stages.rollout.errors import RolloutError
+
+_MAX_SOCKET_FOLDER_LENGTH = 50  # a Unix socket's path has at most 107 characters; vLLM appends up to 37, we up to 20
+_LOCK_POLL_S = 0.02
+
+
+class ForeignFolderError(RolloutError):
+    """The folder exists and belongs to somebody else."""
+
+
+def node_folder(run_id: str) -> Path:
+    """The run's own folder on this node, mode 0700, made when missing. Raises ForeignFolderError."""
+    base = Path(tempfile.gettempdir())
+    if len(str(base)) > _MAX_SOCKET_FOLDER_LENGTH - 30:
+        base = Path("/tmp")
+    folder = base / f"libra-{os.geteuid()}-{run_id}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ForeignFolderError(f"{folder} is not a folder of user {os.geteuid()} with mode 0700")
+    return folder
+
+
+@contextmanager
+def node_lock(run_id: str, *, deadline_s: float, check: Callable[[], None]) -> Iterator[float]:
+    """One holder per node and run; yields the seconds waited. The kernel releases it when the process dies.
+
+    On a node-local file, because flock on a shared filesystem may be a no-op. `check` runs between tries and raises to
+    give up. Raises WaitTimeoutError.
+    """
+    started_s = time.monotonic()
+    fd = os.open(node_folder(run_id) / "reload.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while not _try_lock(fd):
+            check()
+            waited_s = time.monotonic() - started_s
+            if waited_s > deadline_s:
+                raise WaitTimeoutError("the node's reload lock", "the other instances of this node", waited_s)
+            time.sleep(_LOCK_POLL_S)
+        yield time.monotonic() - started_s
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

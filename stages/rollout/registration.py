@@ -1,0 +1,60 @@
+"""An instance's registration file and its heartbeat."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from stages.rundir import FencedError, RunDir
+from stages.weights.instances import InstanceStatus, write_status
+
+
+class Registration:
+    """Writes `instances/<name>.json` when something changes and every `interval_s` seconds; every writing is a heartbeat.
+
+    A context manager. The heartbeat goes on while the agent waits for its server, and stops when the agent dies. A
+    failure to write is kept and raised by `check`, in the agent's own loop.
+    """
+
+    def __init__(self, run: RunDir, status: InstanceStatus, interval_s: float) -> None:
+        self._run = run
+        self._status = status
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._failure: OSError | FencedError | None = None
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    @property
+    def status(self) -> InstanceStatus:
+        return self._status
+
+    def update(self, **changes: Any) -> None:
+        """Change fields of the registration and publish them now. Raises OSError, FencedError."""
+        with self._lock:
+            self._status = replace(self._status, **changes, heartbeat=self._status.heartbeat + 1)
+            write_status(self._run, self._status)
+
+    def check(self) -> None:
+        """Raises what went wrong in the heartbeat: OSError, or FencedError when a newer attempt of the run exists."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            try:
+                self.update()
+            except (OSError, FencedError) as failure:
+                self._failure = failure
+                return
+
+    def __enter__(self) -> Registration:
+        self.update()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join()

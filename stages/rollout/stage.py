@@ -1,0 +1,120 @@
+"""The rollout stage: one task per instance, until it is asked to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from planner.plan import InstancePlacement
+from stages.context import StageContext
+from stages.rollout.agent import ServerKeeper, StartPoint, host_name
+from stages.rollout.errors import RolloutOptionError, UnprovedWeightsError
+from stages.rollout.orders import Order
+from stages.rollout.refresh import Refresh
+from stages.rollout.registration import Registration
+from stages.weights.apply import pending_request
+from stages.weights.instances import InstanceStatus
+
+_POLL_FIRST_S = 0.005
+_POLL_LAST_S = 0.25
+_POLL_SHARE = 0.02
+"""A request is looked for every 2 % of the time since the last one, within the two limits."""
+
+
+def run(context: StageContext) -> dict[str, Any]:
+    """Serve the plan's instance `context.name` and follow the trainer's weight requests.
+
+    Raises StoppedError when asked to stop; VllmStartError, ServerDiedError, UnprovedWeightsError otherwise.
+    """
+    _serve(context, StartPoint(_model_folder(context), 0), None)
+
+
+def run_alone(context: StageContext) -> NoReturn:
+    """Serve the newest published weights of a run, proved; model_path, unproved, when nothing is published."""
+    record = context.run.latest_json
+    latest = context.run.read(record, any_attempt=True)
+    if latest is None:
+        print(f"{context.run.root} has published no weights: serving model_path as it is", flush=True)
+        _serve(context, StartPoint(_model_folder(context), 0, serve_unproved=True), None)
+    version, digest = int(latest["version"]), str(latest["digest"])
+    _serve(context, StartPoint(context.run.weights_version(version), version), digest)
+
+
+def _serve(context: StageContext, start: StartPoint, digest_to_prove: str | None) -> NoReturn:
+    placement = _placement(context)
+    status = InstanceStatus(
+        instance=context.name,
+        state="starting",
+        base_url="",
+        host=host_name(),
+        version=-1,
+        manifest_digest="",
+        heartbeat=0,
+        agent_pid=os.getpid(),
+        server_pid=0,
+        device=context.config.hardware.device,
+        tp=placement.tp,
+        leases=() if digest_to_prove is None else (start.version,),
+    )
+    with Registration(context.run, status, context.config.rollout.heartbeat_interval_s) as registration:
+        keeper = ServerKeeper(context, placement, registration)
+        try:
+            keeper.start(start)
+            if digest_to_prove is not None:
+                _prove(context, keeper, start.version, digest_to_prove)
+                registration.update(version=start.version, manifest_digest=digest_to_prove)
+            registration.update(state="ready")
+            print(f"{context.name} is ready at {keeper.server.base_url}", flush=True)
+            _follow_requests(context, keeper, registration)
+        finally:
+            try:
+                registration.update(state="stopping")
+            finally:
+                keeper.close()
+
+
+def _follow_requests(context: StageContext, keeper: ServerKeeper, registration: Registration) -> NoReturn:
+    """Apply every newer request; leaves only by an exception."""
+    handled = -1
+    since_s = time.monotonic()
+    while True:
+        request = pending_request(context.run, context.name, handled)
+        if request is not None:
+            Refresh(context, keeper, registration, request).apply()
+            handled = request.version
+            context.recorder.counter("version", registration.status.version)
+            since_s = time.monotonic()
+        idle_s = time.monotonic() - since_s
+        keeper.pause(min(_POLL_LAST_S, max(_POLL_FIRST_S, _POLL_SHARE * idle_s)))
+
+
+def _prove(context: StageContext, keeper: ServerKeeper, version: int, digest: str) -> None:
+    path = str(context.run.weights_version(version).relative_to(context.run.root))
+    deadline_s = context.config.weights.refresh_timeout_s
+    order = Order(context.run.run_id, context.run.attempt, version, path, digest, "restart", deadline_s)
+    with context.recorder.span("prove_weights", version=version):
+        answer = keeper.order(order, "prove")
+    if not answer.is_ok:
+        raise UnprovedWeightsError(f"version {version} could not be proved: {answer.body.get('error', answer)}")
+
+
+def _placement(context: StageContext) -> InstancePlacement:
+    """Raises RolloutOptionError when the plan has no instance of this name."""
+    names = [placement.name for placement in context.plan.rollout.instances]
+    for placement in context.plan.rollout.instances:
+        if placement.name == context.name:
+            return placement
+    raise RolloutOptionError(f"the plan has no instance {context.name!r}; it has {', '.join(names)}")
+
+
+def _model_folder(context: StageContext) -> Path:
+    """Raises RolloutOptionError when model_path is no HF folder."""
+    folder = Path(context.config.model_path).absolute()
+    try:
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RolloutOptionError(f"model_path={folder} is not a HF model folder: {error}") from error
+    return folder
