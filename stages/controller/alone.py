@@ -23,6 +23,7 @@ from stages.controller.stage import (
     until_stopped,
 )
 from stages.controller.staleness import Bounds
+from stages.weights.instances import read_status
 
 
 def generate_only(context: StageContext, steps: int) -> list[dict[str, Any]]:
@@ -71,12 +72,9 @@ async def _evaluate(context: StageContext) -> dict[str, Any]:
 def _served_version(context: StageContext) -> int:
     """The version in the registrations. Raises ValueError when instances differ or there is none."""
     run = context.run
-    versions: set[int] = set()
-    for placement in context.plan.rollout.instances:
-        record = run.read(run.instance_json(placement.name))
-        if record is not None:
-            versions.add(record["version"])
-    if len(versions) != 1:
+    found = [read_status(run, placement.name) for placement in context.plan.rollout.instances]
+    versions = {-1 if status is None else status.version for status in found}
+    if len(versions) != 1 or -1 in versions:
         raise ValueError(
             f"instances serve versions {sorted(versions)}; start them with `python -m stages.rollout {run.root}`"
         )

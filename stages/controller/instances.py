@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from planner.plan import InstancePlacement
 from stages.rundir import RunDir
+from stages.weights.instances import InstanceStatus, read_status
 
 LOOK_PERIOD_S = 0.1
 COOL_DOWN_S = 0.5
@@ -20,7 +20,7 @@ class Instance:
 
     name: str
     tp: int
-    record: dict[str, Any] | None = None
+    status: InstanceStatus | None = None
     heartbeat_seen_s: float = 0.0
     load: int = 0
     failures_in_a_row: int = 0
@@ -28,11 +28,11 @@ class Instance:
 
     @property
     def state(self) -> str:
-        return "not registered" if self.record is None else str(self.record["state"])
+        return "not registered" if self.status is None else self.status.state
 
     @property
     def base_url(self) -> str:
-        return "" if self.record is None else str(self.record["base_url"])
+        return "" if self.status is None else self.status.base_url
 
 
 @dataclass
@@ -60,13 +60,10 @@ class InstancePool:
             return
         self._next_look_s = now + LOOK_PERIOD_S
         for instance in self.instances.values():
-            record = self.run.read(self.run.instance_json(instance.name))
-            if record is None:
-                instance.record = None
-                continue
-            if instance.record is None or record["heartbeat"] != instance.record["heartbeat"]:
+            status = read_status(self.run, instance.name)
+            if status is not None and (instance.status is None or status.heartbeat != instance.status.heartbeat):
                 instance.heartbeat_seen_s = now
-            instance.record = record
+            instance.status = status
 
     def usable(self) -> list[Instance]:
         """Instances that may get a request now."""
@@ -111,7 +108,7 @@ class InstancePool:
 
     def _describe(self, instance: Instance, now: float) -> str:
         parts = [instance.state]
-        if instance.record is not None and now - instance.heartbeat_seen_s >= self.heartbeat_timeout_s:
+        if instance.status is not None and now - instance.heartbeat_seen_s >= self.heartbeat_timeout_s:
             parts.append(f"no heartbeat for {now - instance.heartbeat_seen_s:.0f} s")
         if instance.failures_in_a_row:
             parts.append(f"{instance.failures_in_a_row} failed requests in a row")
