@@ -6,6 +6,7 @@ import fcntl
 import shutil
 import subprocess
 import sys
+import time
 import venv as standard_venv
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from launch.setup.requirements import UNWANTED, installed_unwanted, read_lock
 PYTHON = (3, 11)
 NEEDED_BYTES = 5_000_000_000
 CHECK_DEADLINE_S = 300
+DELETE_PATIENCE_S = 30
 TORCH_VARIABLE = "LIBRA_TORCH_INDEX"
 # What a broken mixture of packages breaks first; vLLM itself takes tens of seconds to import and is left to the tests.
 CHECK = """
@@ -43,7 +45,6 @@ def install(project: Path, venv: Path, torch_index: str | None) -> bool:
             return False
         _check_machine(project, venv)
         _make_venv(venv)
-        stamp.begin(venv)
         _install_packages(project, venv, read_lock(lock_file), torch_index)
         _check_result(project, venv)
         stamp.finish(venv, wanted)
@@ -65,13 +66,38 @@ def _check_machine(project: Path, venv: Path) -> None:
 
 
 def _make_venv(venv: Path) -> None:
-    """An environment whose Python starts; one that was left half installed or lost its Python is made anew."""
-    python = venv / "bin/python"
-    broken = stamp.is_unfinished(venv) or (venv.exists() and not python.exists())
-    if broken:
+    """An environment that is marked as unfinished. One that was left so, or lost its Python, is made anew."""
+    had_python = (venv / "bin/python").exists()
+    was_unfinished = stamp.is_unfinished(venv)
+    is_broken = was_unfinished or (venv.exists() and not had_python)
+    venv.mkdir(parents=True, exist_ok=True)
+    stamp.begin(venv)
+    if is_broken:
         print(f"{venv} was left half installed: starting it anew", flush=True)
-    if broken or not venv.exists():
-        standard_venv.create(venv, clear=broken, with_pip=True, symlinks=True)
+        _empty(venv)
+    if is_broken or not had_python:
+        standard_venv.create(venv, with_pip=True, symlinks=True)
+
+
+def _empty(venv: Path) -> None:
+    """Delete everything but the mark that it is unfinished: this may be interrupted as well.
+
+    Where a killed set-up left a child behind, that may still write for some seconds: try until it has ended.
+    """
+    deadline = time.monotonic() + DELETE_PATIENCE_S
+    while children := [path for path in venv.iterdir() if path.name != stamp.UNFINISHED]:
+        try:
+            for path in children:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise SetupError(
+                    f"{venv} is half installed and cannot be deleted ({error}): delete it by hand"
+                ) from error
+            time.sleep(0.5)
 
 
 def _install_packages(project: Path, venv: Path, pins: dict[str, str], torch_index: str | None) -> None:

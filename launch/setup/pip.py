@@ -33,7 +33,14 @@ def run_pip(venv: Path, arguments: list[str], log: Path, total: int = 0) -> None
     with (
         log.open("a") as copy,
         subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            # A pip that outlived us would go on writing into an environment that the next set-up deletes.
+            preexec_fn=die_with_parent,
         ) as pip,
     ):
         assert pip.stdout is not None
