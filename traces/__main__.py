@@ -57,12 +57,12 @@ def _export_message(exported: Exported) -> str:
     lines = [
         f"Wrote {exported.path} ({exported.num_events} events of {exported.num_processes} processes, "
         f"{exported.duration_s:.1f} s, {size_mb:.1f} MB).",
-        "To look at it, open https://ui.perfetto.dev in a browser, choose 'Open trace file' and pick the file; it is read",
-        "by the page and stays on your machine. Without Internet: chrome://tracing in Chrome or Chromium, then 'Load'.",
+        "To look at it, open https://ui.perfetto.dev in a browser, choose 'Open trace file' and pick the file; it stays",
+        "on your machine. Without Internet: chrome://tracing in Chrome or Chromium, then 'Load'.",
     ]
     if exported.num_unfinished:
         lines.append(
-            f"Phases that never ended (process killed, or still running): {exported.num_unfinished}, marked 'unfinished'."
+            f"{exported.num_unfinished} phases without end (process killed, or still running), marked 'unfinished'."
         )
     lines += [f"Skipped {count} torn or foreign lines in {path}." for path, count in exported.bad_lines.items()]
     if exported.num_dropped:

@@ -111,7 +111,7 @@ def causal_shifts(clocks: list[str], points: Iterable[FlowPoint]) -> dict[str, S
 
 
 def _lower_bounds(points: Iterable[FlowPoint]) -> dict[tuple[str, str], int]:
-    """For (a, b): the most (ns) by which b seems to have received before a sent; b must move at least that much more."""
+    """For (a, b): the most (ns) by which b seems to have received before a sent; b moves at least that much more."""
     by_key: dict[tuple[int, str, str], list[FlowPoint]] = defaultdict(list)
     for point in points:
         by_key[point.key].append(point)

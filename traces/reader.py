@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from glob import glob, has_magic
@@ -40,7 +41,8 @@ def find_files(where: str | Path) -> list[Path]:
         wanted = f"attempts/*/traces/{FILE_PATTERN} or {FILE_PATTERN}"
         state = "no such folder" if not has_magic(str(where)) and not Path(where).exists() else f"looked for {wanted}"
         raise NoTracesError(
-            f"no traces in {where}: {state} (is phase_trace_enabled on, does trace.directory point elsewhere, did the run start?)"
+            f"no traces in {where}: {state} "
+            "(is phase_trace_enabled on, does trace.directory point elsewhere, did the run start?)"
         )
     return sorted(found)
 
@@ -96,7 +98,7 @@ class _Loader:
         try:
             session = self._session(record)
             handler(record, session)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             self.process.num_bad_lines += 1
 
     def finish(self) -> ProcessTrace:
@@ -111,9 +113,8 @@ class _Loader:
         process = self.process
         session_id = str(record.get("session", ""))
         if session_id not in process.sessions:
+            process.rank, process.world_size = int(record["rank"]), int(record["world_size"])
             process.sessions[session_id] = Session(session_id)
-            process.rank = int(record["rank"])
-            process.world_size = int(record["world_size"])
             process.role = str(record.get("role", process.role))
             process.name = str(record.get("name", process.name))
         return process.sessions[session_id]
@@ -163,7 +164,7 @@ class _Loader:
             session=session.session,
             span_id=_optional_int(record.get("span_id")),
             details=_details(record),
-            value=None if value is None else float(value),
+            value=float(value) if value is not None and math.isfinite(value) else None,
             flow_id=str(record.get("flow_id", "")),
         )
         self.process.points.append(point)

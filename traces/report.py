@@ -40,7 +40,7 @@ def _phases(summary: Summary) -> str:
 
 def _overlap(summary: Summary) -> str:
     overlap = summary.overlap
-    text = f"generating {overlap.generation_s:.1f} s, training {overlap.training_s:.1f} s, both at once {overlap.both_s:.1f} s"
+    text = f"generating {overlap.generation_s:.1f} s, training {overlap.training_s:.1f} s, both {overlap.both_s:.1f} s"
     if overlap.training_s and overlap.generation_s:
         shares = (overlap.both_s / overlap.training_s, overlap.both_s / overlap.generation_s)
         text += f" ({shares[0]:.0%} of training, {shares[1]:.0%} of generation)"

@@ -55,8 +55,9 @@ class RunTrace:
         A process that hangs writes nothing, so ending its phase at its last record would hide the hang.
         """
         sessions = sorted(process.sessions.values(), key=lambda session: session.first_ns)
-        ends = [session.first_ns for session in sessions[1:]] + [self.end_ns[process.attempt]]
-        horizon = {session.session: end for session, end in zip(sessions, ends, strict=True) if not session.closed}
+        restarts = [session.first_ns for session in sessions[1:]]
+        ends = [*restarts, self.end_ns[process.attempt]]
+        horizon = {session.session: end for session, end in zip(sessions, ends, strict=False) if not session.closed}
         for span in process.spans:
             if span.unfinished and span.session in horizon:
                 span.end_ns = max(span.end_ns, horizon[span.session])

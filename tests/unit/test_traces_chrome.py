@@ -126,7 +126,7 @@ def assert_nested(spans: list[tuple[Any, Any]]) -> None:
 def test_a_small_run_exports_to_the_stored_file(tmp_path: Path) -> None:
     """To accept a change: python -m traces export tests/golden/traces/run --out tests/golden/traces/trace.json
 
-    The run has two requests at once, a clock that is 50 ms behind, every kind of event, a killed process and a torn line.
+    The run has two requests at once, a clock 50 ms behind, every kind of event, a killed process and a torn line.
     """
     result = export(RunTrace(GOLDEN / "run"), tmp_path / "trace.json")
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from traces import Recorder
+from traces.chrome import export
 from traces.clocks import FlowPoint, causal_shifts
 from traces.reader import NoTracesError, find_files, load_file
+from traces.report import render
 from traces.run import RunTrace
+from traces.summary import summarise
 
 SECOND = 1_000_000_000
 
@@ -41,8 +47,8 @@ class Host:
         monotonic_ns = int((self._monotonic_at_0 + at) * SECOND)
         wall_ns = monotonic_ns + self._offset_ns + int(wall_step * SECOND)
         self._write(
-            "anchor", phase="anchor", wall_ns=wall_ns, monotonic_ns=monotonic_ns, offset_ns=self._offset_ns, hostname="host",
-            boot_id=self._boot, pid=1, num_slots=1, dropped=0, reason=reason,
+            "anchor", phase="anchor", wall_ns=wall_ns, monotonic_ns=monotonic_ns, offset_ns=self._offset_ns,
+            hostname="host", boot_id=self._boot, pid=1, num_slots=1, dropped=0, reason=reason,
         )  # fmt: skip
 
     def flow(self, at: float, direction: str, flow_id: str) -> None:
@@ -109,6 +115,61 @@ def test_a_line_that_is_no_record_is_skipped_and_counted(tmp_path: Path, bad: st
     assert (len(process.spans), process.num_bad_lines) == (2, 1)
 
 
+json_values: st.SearchStrategy[Any] = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just([]) | st.just({"a": 1})
+)
+field_names = [
+    "ts_ns",
+    "start_ns",
+    "end_ns",
+    "step",
+    "version",
+    "phase",
+    "span_id",
+    "parent_id",
+    "session",
+    "details",
+    "value",
+]
+damaged_records = st.fixed_dictionaries(
+    {
+        "event": st.sampled_from(
+            ["anchor", "phase_start", "phase_span", "phase_unfinished", "counter", "flow", "instant"]
+        )
+    },
+    optional={
+        **dict.fromkeys(
+            [*field_names, "rank", "wall_ns", "monotonic_ns", "offset_ns", "dropped", "flow_id"], json_values
+        ),
+        "flow": st.sampled_from(["start", "step", "end", "sideways"]),
+    },
+)
+
+
+@given(st.lists(damaged_records, max_size=6))
+def test_no_damage_to_a_record_stops_the_reading_or_spoils_the_export(damaged: list[dict[str, Any]]) -> None:
+    good = line("phase_span", phase="step", start_ns=1, end_ns=2, session="whole")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "phase_trace_rank0000.trainer.jsonl"
+        path.write_text(good + "".join(line(**{"phase": "p", **record}) for record in damaged))
+
+        run = RunTrace(folder)
+        (process,) = run.processes()
+        trace = json.loads(export(run, Path(folder) / "trace.json").path.read_text(), parse_constant=pytest.fail)
+        render(summarise(run))
+
+    assert [span.end_ns - span.start_ns for span in process.spans if span.session == "whole"] == [1]
+    assert any(event["name"] == "step" for event in trace["traceEvents"])
+
+
+def test_an_empty_file_is_a_process_that_did_nothing(tmp_path: Path) -> None:
+    (tmp_path / "phase_trace_rank0000.trainer.jsonl").touch()
+
+    (process,) = RunTrace(tmp_path).processes()
+
+    assert (process.spans, process.num_bad_lines) == ([], 0)
+
+
 def test_events_of_a_later_revision_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "phase_trace_rank0000.trainer.jsonl"
     path.write_text(line("telepathy", phase="step"))
@@ -153,7 +214,7 @@ def test_an_open_phase_lasts_until_the_attempt_ended(tmp_path: Path) -> None:
 
 
 def test_processes_of_one_host_are_aligned_by_their_monotonic_clock(tmp_path: Path) -> None:
-    """The second process started after the wall clock was set forward by 7 s; the host's monotonic clock did not move."""
+    """The second process started after the wall clock was set forward by 7 s; the monotonic clock did not move."""
     first = Host(tmp_path / "phase_trace_rank0000.a.jsonl", "boot", 50.0)
     first.anchor(20, "periodic")
     first.flow(1, "start", "1")
