@@ -57,7 +57,7 @@ def _export_message(exported: Exported) -> str:
     lines = [
         f"Wrote {exported.path} ({exported.num_events} events of {exported.num_processes} processes, "
         f"{exported.duration_s:.1f} s, {size_mb:.1f} MB).",
-        "To look at it, open https://ui.perfetto.dev in a browser, choose 'Open trace file' and pick the file; it stays",
+        "To look at it, open https://ui.perfetto.dev in a browser, choose 'Open trace file' and pick it; the file stays",
         "on your machine. Without Internet: chrome://tracing in Chrome or Chromium, then 'Load'.",
     ]
     if exported.num_unfinished:
