@@ -40,6 +40,18 @@ class StageContext:
             raise StoppedError(f"{self.name} was asked to stop")
 
 
+def trace_rank(role: str, name: str, rank: int) -> int:
+    """A rollout step is a world of its own, so its track is numbered by the instance."""
+    return int(name.rsplit("_", 1)[1]) if role == "rollout" else rank
+
+
+def num_slots(plan: Plan, role: str, name: str) -> int | None:
+    """GPUs that one process of the step holds; None leaves the recorder's default for the role."""
+    if role != "rollout":
+        return None
+    return next((placement.tp for placement in plan.rollout.instances if placement.name == name), 1)
+
+
 @contextmanager
 def open_context(
     role: str,
@@ -58,9 +70,17 @@ def open_context(
     if record is None:
         raise RunNotFoundError(f"{run.root} has no plan.json; a run is made by `python -m launch`")
     directory = Path(config.trace.directory) if config.trace.directory else run.traces
-    trace_rank = rank if role != "rollout" else int(name.rsplit("_", 1)[1])
-    recorder = Recorder(directory, role, trace_rank, world_size, name, enabled=config.phase_trace_enabled)
+    plan = Plan.from_dict(record)
+    recorder = Recorder(
+        directory,
+        role,
+        trace_rank(role, name, rank),
+        world_size,
+        name,
+        enabled=config.phase_trace_enabled,
+        num_slots=num_slots(plan, role, name),
+    )
     try:
-        yield StageContext(run, config, Plan.from_dict(record), role, name, rank, world_size, local_rank, recorder)
+        yield StageContext(run, config, plan, role, name, rank, world_size, local_rank, recorder)
     finally:
         recorder.close()
