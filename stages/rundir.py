@@ -93,11 +93,14 @@ class RunDir:
 
     @classmethod
     def open(cls, root: Path, *, writer: str, attempt: int | None = None) -> RunDir:
-        """Open the run in `root`. Without `attempt`, the newest attempt. Raises RunNotFoundError."""
+        """Open the run in `root`. Without `attempt`, the newest attempt. Raises RunNotFoundError, RunDirectoryError."""
         root = root.absolute()
         record = read_json(root / "run.json")
         if record is None:
             raise RunNotFoundError(f"{root} holds no run (no run.json); a run is made by `python -m launch`")
+        if record.get("schema_version") != SCHEMA_VERSION:
+            found = record.get("schema_version")
+            raise RunDirectoryError(f"{root} has layout {found}; this version of Libra reads layout {SCHEMA_VERSION}")
         newest = max((int(name) for name in list_names(root / "attempts") if name.isdigit()), default=0)
         return cls(root, record["run_id"], newest if attempt is None else attempt, writer)
 

@@ -1,0 +1,254 @@
+"""stages.files: records appear whole, are found on slow filesystems, and no wait is endless."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stages import files
+from stages.files import (
+    WaitTimeoutError,
+    fsync_paths,
+    json_text,
+    list_names,
+    make_directory,
+    read_json,
+    wait_for,
+    write_bytes_atomic,
+    write_json_atomic,
+)
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(payload=st.dictionaries(st.text(), JSON, max_size=4))
+def test_json_text_says_what_the_payload_says(payload: dict[str, Any]) -> None:
+    assert json.loads(json_text(payload)) == payload
+
+
+def test_a_record_has_mode_0600_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        write_json_atomic(tmp_path / "record.json", {"a": 1})
+    finally:
+        os.umask(before)
+
+    assert stat.S_IMODE((tmp_path / "record.json").stat().st_mode) == 0o600
+
+
+def test_bytes_are_durable_before_the_rename_and_the_name_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def logged_fsync(fd: int) -> None:
+        calls.append("directory" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file")
+        fsync(fd)
+
+    def logged_replace(source: Path, target: Path) -> None:
+        calls.append("replace")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", logged_fsync)
+    monkeypatch.setattr(os, "replace", logged_replace)
+
+    write_bytes_atomic(tmp_path / "record", b"1")
+
+    assert calls == ["file", "replace", "directory"]
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_failed_write_leaves_the_old_record_and_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    path = tmp_path / "record.json"
+    write_json_atomic(path, {"a": 1})
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, function, full)
+    with pytest.raises(OSError, match="no space"):
+        write_json_atomic(path, {"a": 2})
+
+    assert read_json(path) == {"a": 1}
+    assert os.listdir(tmp_path) == ["record.json"]
+
+
+def test_concurrent_readers_see_one_whole_record_or_another(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    write_json_atomic(path, {"a": "0" * 5000, "b": "0"})
+    done = threading.Event()
+    seen: list[bool] = []
+
+    def read() -> None:
+        while not done.is_set():
+            record = read_json(path)
+            seen.append(record is not None and set(record["a"]) == set(record["b"]))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(50):
+        write_json_atomic(path, {"a": str(number % 10) * 5000, "b": str(number % 10)})
+    done.set()
+    reader.join()
+
+    assert seen
+    assert all(seen)
+
+
+def test_a_missing_record_is_none(tmp_path: Path) -> None:
+    assert read_json(tmp_path / "record.json") is None
+    assert read_json(tmp_path / "nowhere" / "record.json") is None
+
+
+@pytest.mark.parametrize("text", ["", '{"a": ', "[1]", "\x00"])
+def test_a_damaged_record_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "record.json").write_text(text)
+
+    with pytest.raises(ValueError, match=r"record\.json|Expecting"):
+        read_json(tmp_path / "record.json")
+
+
+def test_a_record_that_the_client_remembers_as_missing_is_found_through_the_listing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "record.json"
+    write_json_atomic(path, {"a": 1})
+    _fail_first_reads(monkeypatch, 1, FileNotFoundError(errno.ENOENT, "remembered"))
+
+    assert read_json(path) == {"a": 1}
+
+
+def test_a_record_replaced_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "record.json"
+    write_json_atomic(path, {"a": 1})
+    _fail_first_reads(monkeypatch, 2, OSError(errno.ESTALE, "stale"))
+
+    assert read_json(path) == {"a": 1}
+
+
+def test_a_record_that_stays_stale_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_json_atomic(tmp_path / "record.json", {"a": 1})
+    _fail_first_reads(monkeypatch, 100, OSError(errno.ESTALE, "stale"))
+
+    with pytest.raises(OSError, match="stale"):
+        read_json(tmp_path / "record.json")
+
+
+def test_listing_is_sorted_and_hides_temporaries(tmp_path: Path) -> None:
+    for name in ("b", "a", ".a.1234.tmp"):
+        (tmp_path / name).touch()
+
+    assert list_names(tmp_path) == ["a", "b"]
+    assert list_names(tmp_path / "nowhere") == []
+
+
+def test_a_directory_and_its_new_parents_are_closed_to_others(tmp_path: Path) -> None:
+    make_directory(tmp_path / "a" / "b")
+    make_directory(tmp_path / "a" / "b")
+
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
+
+
+def test_a_file_in_place_of_a_directory_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+
+    with pytest.raises(FileExistsError):
+        make_directory(tmp_path / "a")
+
+
+def test_an_error_of_any_fsync_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+
+    with pytest.raises(FileNotFoundError):
+        fsync_paths([tmp_path / "a", tmp_path / "b", tmp_path])
+
+
+def test_waiting_ends_with_what_was_found() -> None:
+    answers = iter([None, None, "there"])
+
+    assert wait_for(lambda: next(answers), deadline_s=5, awaited="it", from_whom="them") == "there"
+
+
+def test_a_falsy_find_is_a_find() -> None:
+    assert wait_for(lambda: 0, deadline_s=0, awaited="it", from_whom="them") == 0
+
+
+def test_the_deadline_error_names_what_was_awaited_from_whom_and_how_long(fake_clock: FakeClock) -> None:
+    with pytest.raises(WaitTimeoutError, match=r"waited 30\.0 s for batch 7 from the controller") as caught:
+        wait_for(lambda: None, deadline_s=30, awaited="batch 7", from_whom="the controller")
+
+    assert caught.value.awaited == "batch 7"
+    assert caught.value.from_whom == "the controller"
+
+
+def test_waiting_looks_often_at_first_and_rarely_later(fake_clock: FakeClock) -> None:
+    looks: list[float] = []
+
+    with pytest.raises(WaitTimeoutError):
+        wait_for(lambda: looks.append(fake_clock.now_s), deadline_s=120, awaited="it", from_whom="them")
+
+    assert sum(at < 5 for at in looks) > 200  # a refresh of a small model takes 0.1 s
+    assert sum(at > 60 for at in looks) <= 121  # half a second each
+    assert looks[-1] == pytest.approx(120)
+
+
+def test_a_check_can_end_the_wait(fake_clock: FakeClock) -> None:
+    def check() -> None:
+        if fake_clock.now_s > 3:
+            raise InterruptedError("asked to stop")
+
+    with pytest.raises(InterruptedError):
+        wait_for(lambda: None, deadline_s=60, awaited="it", from_whom="them", check=check)
+
+    assert fake_clock.now_s < 4
+
+
+class FakeClock:
+    """Time passes only in sleep."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def fake_clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(files, "time", clock)
+    return clock
+
+
+def _fail_first_reads(monkeypatch: pytest.MonkeyPatch, number: int, error: OSError) -> None:
+    left = [number]
+    read_text: Callable[..., str] = Path.read_text
+
+    def fail(path: Path, **options: Any) -> str:
+        if left[0]:
+            left[0] -= 1
+            raise error
+        return read_text(path, **options)
+
+    monkeypatch.setattr(Path, "read_text", fail)

@@ -1,0 +1,148 @@
+"""Collection: nothing grows without bound, nothing in use is deleted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from stages.context import StageContext
+from stages.rundir import FencedError, RunDir
+from stages.weights.apply import write_prepared
+from stages.weights.collect import collect, sweep_leftovers
+from tests.weights_kit import Answers, as_writer, make_context, publish_full, register
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return as_writer(RunDir.create(tmp_path / "run"), "trainer")
+
+
+@pytest.fixture
+def context(run: RunDir) -> StageContext:
+    return make_context(run)
+
+
+def publish_versions(run: RunDir, *versions: int, refreshed: bool = True) -> None:
+    for version in versions:
+        publish_full(run, version)
+        run.write(run.request_json(version), {"version": version})
+        if refreshed:
+            run.write(run.refreshed_json(version), {"version": version})
+
+
+def add_batch(run: RunDir, step: int, trained: bool) -> None:
+    with run.publishing(run.batch(step)) as publication:
+        publication.commit({"step": step})
+    if trained:
+        run.write(run.batch(step) / "trained.json", {"step": step})
+
+
+def test_the_newest_versions_stay(run: RunDir, context: StageContext) -> None:
+    publish_versions(run, 0, 1, 2, 3)
+
+    collected = collect(context)
+
+    assert collected.versions == (0, 1)
+    assert sorted(os.listdir(run.weights)) == ["LATEST.json", "v000002", "v000003"]
+
+
+def test_a_leased_or_served_version_stays(run: RunDir, context: StageContext) -> None:
+    publish_versions(run, 0, 1, 2, 3, 4)
+    register(run, "rollout_000", version=1, leases=())
+    register(run, "rollout_001", version=3, leases=(0,))
+
+    assert collect(context).versions == (2,)
+    register(run, "rollout_000", version=4)
+    register(run, "rollout_001", version=4)
+    assert collect(context).versions == (0, 1)
+
+
+def test_leases_of_an_older_attempt_are_void(run: RunDir) -> None:
+    publish_versions(run, 0, 1, 2)
+    register(run, "rollout_000", leases=(0,))
+    run.start_attempt(1)
+
+    assert collect(make_context(RunDir.open(run.root, writer="trainer"))).versions == (0,)
+
+
+def test_a_requested_version_stays_until_all_have_proved_it(run: RunDir, context: StageContext) -> None:
+    publish_versions(run, 0, refreshed=False)
+    publish_versions(run, 1, 2, 3)
+
+    assert collect(context).versions == (1,)
+    run.write(run.refreshed_json(0), {"version": 0})
+    assert collect(context).versions == (0,)
+
+
+def test_a_damaged_registration_stops_collection_rather_than_lifting_its_lease(
+    run: RunDir, context: StageContext
+) -> None:
+    publish_versions(run, 0, 1, 2)
+    run.write(run.instance_json("rollout_000"), {"leases": [0]})
+
+    with pytest.raises(RuntimeError, match="registration of rollout_000"):
+        collect(context)
+
+    assert sorted(run.published_versions()) == [0, 1, 2]
+
+
+def test_versions_of_an_attempt_that_got_further_than_its_checkpoint_go(run: RunDir) -> None:
+    publish_versions(run, 8, 9, 10, 11, 12)
+    run.start_attempt(1)
+    later = RunDir.open(run.root, writer="trainer")
+    publish_versions(later, 10)
+
+    collected = collect(make_context(later))
+
+    assert collected.versions == (8, 11, 12)
+    assert sorted(later.published_versions()) == [9, 10]
+
+
+def test_before_the_first_version_there_is_nothing_to_collect(context: StageContext) -> None:
+    assert collect(context).versions == ()
+
+
+def test_old_trained_batches_go_and_untrained_ones_stay(run: RunDir, context: StageContext) -> None:
+    context.config.weights.keep_batches = 4
+    for step in range(8):
+        add_batch(run, step, trained=step not in (1, 7))
+
+    assert collect(context).batches == (0, 2, 3)
+    assert sorted(run.published_batches()) == [1, 4, 5, 6, 7]
+
+
+def test_old_requests_and_results_go_and_acks_stay(run: RunDir, context: StageContext) -> None:
+    context.config.weights.keep_records = 2
+    publish_versions(run, 0, 1, 2, 3)
+    for version in range(4):
+        manifest = publish_full(as_writer(run, "trainer"), version + 100)
+        write_prepared(run, Answers(run, manifest).prepared("rollout_000"))
+
+    collected = collect(context)
+
+    assert len(collected.records) == 4
+    assert sorted(os.listdir(run.requests)) == ["v000002.json", "v000003.json"]
+    assert sorted(os.listdir(run.refreshed)) == ["v000002.json", "v000003.json"]
+    assert len(os.listdir(run.acks(0).parent)) == 4
+
+
+def test_leftovers_of_killed_processes_are_swept_but_not_those_of_living_ones(run: RunDir) -> None:
+    run.start_attempt(1)
+    later = RunDir.open(run.root, writer="trainer")
+    for name in (".v000001.tmp-0-ab", ".v000001.tmp-1-ab", ".v000002.trash-ab", ".LATEST.json.0.tmp", ".keep"):
+        (run.weights / name).mkdir()
+
+    assert sorted(sweep_leftovers(later, run.weights)) == [".v000001.tmp-0-ab", ".v000002.trash-ab"]
+    assert sorted(os.listdir(run.weights)) == [".LATEST.json.0.tmp", ".keep", ".v000001.tmp-1-ab"]
+
+
+def test_an_older_attempt_deletes_nothing(run: RunDir, context: StageContext) -> None:
+    publish_versions(run, 0, 1, 2)
+    run.start_attempt(1)
+
+    with pytest.raises(FencedError):
+        collect(context)
+
+    assert sorted(run.published_versions()) == [0, 1, 2]
