@@ -22,11 +22,10 @@ from launch.hetjob import HetJobSpec, check_path, config_python, job_spec, rende
 from launch.local import LocalPairExecutor, LocalPairJob, link_log
 from launch.machine import has_slurm
 from launch.scrub import is_foreign
-from launch.slurm import JobPhase
+from launch.slurm import JobPhase, signal_name
 from launch.steps import Entry, exception_text, tail
 from launch.supervise import supervise
 from launch.sweep import sweep
-from launch.verdict import signal_name
 from planner.plan import Plan
 from stages.desired import write_desired
 from stages.entry import run_stage
@@ -152,6 +151,10 @@ class Submission(ABC):
             return "failed", f"{cause['step']}: {cause['message']}"
         return None
 
+    def _sweep(self) -> None:
+        """The steps died with their supervisor; on this host, end what had left its parents behind."""
+        sweep(f"{self.run.run_id}.{self.run.attempt}.")
+
     def _supervisor_error(self) -> str:
         """Why a supervisor ended before it could record anything, from its log."""
         return exception_text(tail(self.run.logs / "supervisor.log", lines=200))
@@ -202,6 +205,7 @@ class SlurmSubmission(Submission):
             )
         folded = slurm.fold(components)
         if folded.phase.is_over:
+            self._sweep()
             return self._last_word() or ("failed", f"supervisor: {self._supervisor_error() or folded.text}")
         reason = folded.reason if folded.phase is JobPhase.PENDING and folded.reason != "None" else ""
         return folded.phase.value, reason
@@ -221,8 +225,7 @@ class LocalSubmission(Submission):
         code = self.job.exit_status()
         if code is None:
             return "running", ""
-        # The steps died with their supervisor; what left its parents behind did not.
-        sweep(f"{self.run.run_id}.{self.run.attempt}.")
+        self._sweep()
         how = f"killed by {signal_name(-code)}" if code < 0 else f"exited {code}"
         words = self._supervisor_error()
         return self._last_word() or ("failed", f"supervisor: {how}{f': {words}' if words else ''}")

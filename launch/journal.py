@@ -50,7 +50,7 @@ class Journal:
             os.write(self._events, (line + "\n").encode())
         except OSError as error:
             self.trouble = error
-        words = " ".join(f"{key}={value}" for key, value in details.items())
+        words = " ".join(f"{key}={value}" for key, value in details.items() if value is not None)
         print(f"{time.strftime('%H:%M:%S')} {what} {words}", flush=True)
 
     def phase(self, phase: str) -> None:

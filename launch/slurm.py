@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,14 @@ JOB_STATES: dict[str, JobPhase] = {
 }
 
 
+def signal_name(number: int) -> str:
+    """ "SIGKILL" for 9; a number that has no name is said as such."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def job_phase(state: str) -> JobPhase:
     """The meaning of a state as printed ("CANCELLED by 1000", "CANCELLED+" included); unknown words are UNKNOWN."""
     words = state.split()
@@ -97,7 +106,7 @@ class ComponentState:
         parts = [f"component {self.offset} is {self.state}"]
         if self.exit_code not in ("", "0:0"):
             status, _, signum = self.exit_code.partition(":")
-            parts.append(f"signal {signum}" if signum not in ("", "0") else f"exit code {status}")
+            parts.append(f"killed by {signal_name(int(signum))}" if signum not in ("", "0") else f"exit code {status}")
         if self.reason and self.reason not in ("None", "NonZeroExitCode"):
             parts.append(self.reason)
         return ", ".join(parts)
@@ -136,8 +145,8 @@ def parse_scontrol(text: str) -> list[ComponentState]:
     """Lines of `scontrol -o show job J`: one record of NAME=value words for each component."""
     found = []
     for line in text.splitlines():
-        # Values may hold blanks (Comment=, Command=); the names asked for here come before those and have none.
-        values = dict(re.findall(r"(?:^|\s)([A-Za-z/]+)=(\S*)", line))
+        # Values may hold blanks (Comment=, Command=), even words like these; the real ones come first, hence reversed.
+        values = dict(reversed(re.findall(r"(?:^|\s)([A-Za-z/]+)=(\S*)", line)))
         if "JobId" in values:
             found.append(
                 ComponentState(
@@ -184,11 +193,11 @@ def step_ids(job_ids: Iterable[int]) -> dict[str, str]:
     return parse_steps(command(["squeue", "-s", "-h", "-j", listed, "-o", "%i|%j"]))
 
 
-def cancel_steps(ids: Sequence[str], signal: str = "") -> None:
+def cancel_steps(ids: Sequence[str], name: str = "") -> None:
     """Signal steps; without a signal, kill them at once. scancel's exit code is not looked at: on 22.05 it is 225
     ("Invalid job id") for a step of a hetjob's component 0 although the signal arrives."""
     if ids:
-        _run(["scancel", *([f"--signal={signal}"] if signal else []), *ids])
+        _run(["scancel", *([f"--signal={name}"] if name else []), *ids])
 
 
 def cancel_job(job_id: int) -> None:
@@ -196,9 +205,9 @@ def cancel_job(job_id: int) -> None:
     command(["scancel", str(job_id)])
 
 
-def signal_batch(job_id: int, signal: str) -> None:
+def signal_batch(job_id: int, name: str) -> None:
     """Signal the batch shell, which is the supervisor, and nothing else. Raises SlurmCommandError."""
-    command(["scancel", "--batch", f"--signal={signal}", str(job_id)])
+    command(["scancel", "--batch", f"--signal={name}", str(job_id)])
 
 
 def command(arguments: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:

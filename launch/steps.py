@@ -175,6 +175,22 @@ def tail(path: Path, lines: int = 30, limit_bytes: int = 65536) -> list[str]:
     return text.splitlines()[-lines:]
 
 
+_PLUMBING = re.compile(r'^\s+File "(<frozen runpy>|.*/submitit/core/)|^submitit (INFO|ERROR) ')
+
+
+def without_plumbing(lines: Iterable[str]) -> list[str]:
+    """The lines of a log without submitit's own and Python's start-up frames, which say nothing about the stage."""
+    kept: list[str] = []
+    skipping = False
+    for line in lines:
+        if _PLUMBING.match(line):
+            skipping = True
+        elif not (skipping and line.startswith("    ")):
+            skipping = False
+            kept.append(line)
+    return kept
+
+
 _FRAME = re.compile(r'^\s+File "')
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass, field
 from typing import Any
 
-from launch.steps import Incarnation, Step, StepStatus, exception_text, tail
+from launch.slurm import signal_name
+from launch.steps import Incarnation, Step, StepStatus, exception_text, tail, without_plumbing
 
 SETTLE_S = {"signal": 0.0, "error": 0.3, "stopped": 1.0, "ended": 1.0}
 """How long a failure is held back before it counts as the run's cause, by kind.
@@ -96,11 +96,10 @@ def _note(status: StepStatus) -> str:
 
 
 def _cause(incarnation: Incarnation, rank: int, kind: str, message: str, exit_code: int) -> Cause:
-    return Cause(incarnation.spec.name, kind, message, exit_code, "\n".join(tail(incarnation.log(rank))))
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return Cause(
+        incarnation.spec.name,
+        kind,
+        message,
+        exit_code,
+        "\n".join(without_plumbing(tail(incarnation.log(rank), lines=60))[-30:]),
+    )

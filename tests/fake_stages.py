@@ -1,0 +1,124 @@
+"""Stage callables without torch or vLLM, for tests of supervisor, runners and executors: each does what fake.json tells it.
+
+RUN/fake.json: {"trainer": {"do": "succeed"}, "rollout_000": {"do": "serve"}, ...}; see BEHAVIOURS. A task that is up leaves
+RUN/ready/<name>.<rank> with its pid.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import submitit
+
+from stages.desired import end_run
+from stages.files import list_names, write_bytes_atomic
+from stages.process import die_with_parent, install_stop_handlers
+from stages.rundir import RunDir
+
+GIVE_UP_S = 60.0
+
+
+class FakeStageError(RuntimeError):
+    """What a failing fake raises."""
+
+
+def entry(role: str, run_dir: str, attempt: int, name: str) -> dict[str, Any]:
+    """Stands in for stages.entry.run_stage."""
+    die_with_parent()
+    place = submitit.JobEnvironment()
+    stop = threading.Event()
+    install_stop_handlers(stop)
+    told = json.loads((Path(run_dir) / "fake.json").read_text())[name]
+    if place.global_rank not in told.get("ranks", [place.global_rank]):
+        told = {"do": "serve"}
+    print(
+        f"{name} rank {place.global_rank} of {place.num_tasks}, local {place.local_rank}, pid {os.getpid()}", flush=True
+    )
+    ready = Path(run_dir) / "ready" / f"{name}.{place.global_rank}"
+    before_ready(told, ready)
+    write_bytes_atomic(ready, str(os.getpid()).encode())
+    run = RunDir.open(Path(run_dir), writer=name, attempt=attempt)
+    return BEHAVIOURS[told["do"]](told, run, stop)
+
+
+def before_ready(told: dict[str, Any], ready: Path) -> None:
+    if told.get("ignore_term"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if told.get("grandchild"):
+        # A double fork into a session of its own: no signal to the task's group or session reaches it.
+        code = "import os, sys, time\nif os.fork(): sys.exit()\nos.setsid()\nopen(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(600)"
+        subprocess.run(
+            [sys.executable, "-c", code, str(ready.with_suffix(".grandchild"))], check=True, stdin=subprocess.DEVNULL
+        )
+
+
+def wait(until: Callable[[], bool], stop: threading.Event) -> bool:
+    """True when `until` holds, False when the stage was asked to stop. Raises FakeStageError after GIVE_UP_S."""
+    deadline = time.monotonic() + GIVE_UP_S
+    while time.monotonic() < deadline:
+        if until():
+            return True
+        if stop.wait(0.02):
+            return False
+    raise FakeStageError("nobody ended this fake stage")
+
+
+def is_told_to_go(run: RunDir) -> bool:
+    return "go" in list_names(run.root)
+
+
+def succeed(told: dict[str, Any], run: RunDir, stop: threading.Event) -> dict[str, Any]:
+    return {"worked": True}
+
+
+def serve(told: dict[str, Any], run: RunDir, stop: threading.Event) -> dict[str, Any]:
+    """Run until asked to stop."""
+    wait(lambda: False, stop)
+    return {"stopped": True}
+
+
+def control(told: dict[str, Any], run: RunDir, stop: threading.Event) -> dict[str, Any]:
+    """Wait for RUN/go, then end the run."""
+    if not wait(lambda: is_told_to_go(run), stop):
+        return {"stopped": True}
+    end_run(run, told.get("outcome", "success"), "the fake controller said so")
+    return {"worked": True}
+
+
+def fail(told: dict[str, Any], run: RunDir, stop: threading.Event) -> dict[str, Any]:
+    """Raise once RUN/go is there."""
+    if not wait(lambda: is_told_to_go(run), stop):
+        return {"stopped": True}
+    raise FakeStageError("the boiler burst\nat 3 bar")
+
+
+def leave(told: dict[str, Any], run: RunDir, stop: threading.Event) -> dict[str, Any]:
+    """sys.exit(code) once RUN/go is there."""
+    if not wait(lambda: is_told_to_go(run), stop):
+        return {"stopped": True}
+    sys.exit(told["code"])
+
+
+def hang(told: dict[str, Any], run: RunDir, stop: threading.Event) -> dict[str, Any]:
+    """Do not look at the stop flag, like a rank inside a collective."""
+    time.sleep(GIVE_UP_S)
+    raise FakeStageError("nobody killed this fake stage")
+
+
+BEHAVIOURS: dict[str, Callable[[dict[str, Any], RunDir, threading.Event], dict[str, Any]]] = {
+    "succeed": succeed,
+    "serve": serve,
+    "control": control,
+    "fail": fail,
+    "leave": leave,
+    "hang": hang,
+}
