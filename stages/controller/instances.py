@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from planner.plan import InstancePlacement
@@ -47,15 +48,16 @@ class InstancePool:
     placements: tuple[InstancePlacement, ...]
     heartbeat_timeout_s: float
     reload_keeps_requests: bool
+    clock: Callable[[], float] = time.monotonic
     instances: dict[str, Instance] = field(init=False)
-    _next_look_s: float = 0.0
+    _next_look_s: float = float("-inf")
 
     def __post_init__(self) -> None:
         self.instances = {placement.name: Instance(placement.name, placement.tp) for placement in self.placements}
 
     def look(self, *, force: bool = False) -> None:
         """Read the registrations again, at most every LOOK_PERIOD_S seconds."""
-        now = time.monotonic()
+        now = self.clock()
         if now < self._next_look_s and not force:
             return
         self._next_look_s = now + LOOK_PERIOD_S
@@ -68,7 +70,7 @@ class InstancePool:
     def usable(self) -> list[Instance]:
         """Instances that may get a request now."""
         self.look()
-        now = time.monotonic()
+        now = self.clock()
         return [instance for instance in self.instances.values() if self._is_usable(instance, now)]
 
     def is_interrupted(self, name: str) -> bool:
@@ -90,7 +92,7 @@ class InstancePool:
         if not interrupted:
             instance.failures_in_a_row += 1
         pause_s = min(COOL_DOWN_S * 2 ** max(0, instance.failures_in_a_row - 1), LONGEST_COOL_DOWN_S)
-        instance.cool_until_s = time.monotonic() + pause_s
+        instance.cool_until_s = self.clock() + pause_s
 
     def succeeded(self, instance: Instance) -> None:
         instance.failures_in_a_row = 0
@@ -98,7 +100,7 @@ class InstancePool:
     def describe(self) -> str:
         """One phrase for error messages."""
         self.look(force=True)
-        now = time.monotonic()
+        now = self.clock()
         return ", ".join(self._describe(instance, now) for instance in self.instances.values())
 
     def _is_usable(self, instance: Instance, now: float) -> bool:

@@ -68,16 +68,11 @@ class TrainingLoop:
     def _report(self) -> None:
         """One line for each step whose records are all there."""
         while self._reported < self.progress.trained_steps:
-            step, version = self._reported, self._reported + 1
-            published = self.progress.is_published(version)
-            if published and version > self.progress.served_version:
+            step, version = self._reported, self.progress.newest_published(self._reported + 1)
+            if version > self.progress.served_version:
                 return
-            line = self.step_metrics.line(
-                self.manifests[step],
-                self.progress.receipts[step],
-                self.progress.refreshed.get(version),
-                self.progress.served_version,
-            )
+            refreshed = self.progress.refreshed[version] if version == step + 1 else None
+            line = self.step_metrics.line(self.manifests[step], self.progress.receipts[step], refreshed, version)
             self.metrics.write(line)
             self._reported += 1
             self._trace(line)

@@ -17,7 +17,7 @@ from typing import Any
 
 from stages.batches import BatchManifest
 
-ETA_WINDOW_STEPS = 20
+WINDOW_STEPS = 20
 
 
 class MetricsFile:
@@ -43,26 +43,31 @@ class MetricsFile:
 
 @dataclass
 class StepMetrics:
-    """Turns records of a step into its line; keeps the times of the last steps for the estimate of what is left."""
+    """Turns the records of a step into its line. Rates and the time left are means over the last WINDOW_STEPS steps."""
 
     total_steps: int
     last_s: float = field(default_factory=time.monotonic)
-    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=ETA_WINDOW_STEPS))
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    recent_tokens: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
 
     def line(
-        self, manifest: BatchManifest, receipt: dict[str, Any], refreshed: dict[str, Any] | None, served_version: int
+        self, manifest: BatchManifest, receipt: dict[str, Any], refreshed: dict[str, Any] | None, version: int
     ) -> dict[str, Any]:
-        """`refreshed` is None when this step's version is not published (sync_interval > 1); sync_s is 0 then."""
+        """`version` is the one served from this step on.
+
+        `refreshed` is None when the step publishes none (sync_interval > 1); sync_s and publish_s are 0 then.
+        """
         now = time.monotonic()
         step_s, self.last_s = max(now - self.last_s, 1e-9), now
         self.recent_s.append(step_s)
+        self.recent_tokens.append(manifest.response_tokens)
         return {
             "step": manifest.step,
             "total_steps": self.total_steps,
             "reward": manifest.reward_mean,
             "response_tokens": manifest.response_tokens,
-            "tokens_per_s": manifest.response_tokens / step_s,
-            "version": served_version,
+            "tokens_per_s": sum(self.recent_tokens) / sum(self.recent_s),
+            "version": version,
             "sync_s": 0.0 if refreshed is None else refreshed["refresh_s"],
             "publish_s": 0.0 if refreshed is None else refreshed["publish_s"],
             "step_s": step_s,

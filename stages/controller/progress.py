@@ -44,8 +44,9 @@ class Progress:
         following = (self.served_version // self.sync_interval + 1) * self.sync_interval
         return min(following, self.total_steps)
 
-    def is_published(self, version: int) -> bool:
-        return version % self.sync_interval == 0 or version == self.total_steps
+    def newest_published(self, version: int) -> int:
+        """The newest version up to `version` that the trainer publishes."""
+        return version if version == self.total_steps else version - version % self.sync_interval
 
     def look(self, batches_written: int) -> list[int]:
         """Read new receipts and refreshed records; returns the steps whose receipts are new.

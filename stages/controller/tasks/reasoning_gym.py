@@ -73,7 +73,7 @@ class ReasoningGymTask(Task):
 
     def test_problems(self) -> list[Problem]:
         found: dict[str, Problem] = {}
-        draws = int(50 * self.test_size / self.test_share)
+        draws = int(20 * self.test_size / self.test_share)
         for draw in range(draws):
             page, position = divmod(draw, PAGE)
             problem = self._problem(self._page("test", page, 0)[position])
