@@ -70,6 +70,8 @@ def _make_venv(venv: Path) -> None:
     had_python = (venv / "bin/python").exists()
     was_unfinished = stamp.is_unfinished(venv)
     is_broken = was_unfinished or (venv.exists() and not had_python)
+    if is_broken and not was_unfinished and not (venv / "pyvenv.cfg").exists() and any(venv.iterdir()):
+        raise SetupError(f"{venv} exists and is not a Python environment: name another place with `make venv VENV=...`")
     venv.mkdir(parents=True, exist_ok=True)
     stamp.begin(venv)
     if is_broken:
