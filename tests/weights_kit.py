@@ -123,7 +123,7 @@ class Answers:
     manifest: Manifest
 
     def prepared(self, instance: str) -> Prepared:
-        return Prepared(instance, self.manifest.version, self.manifest.digest, self.manifest.total_bytes, 0.1, "node1")
+        return Prepared(instance, self.manifest.version, self.manifest.digest, self.manifest.weight_bytes, 0.1, "node1")
 
     def loaded(self, instance: str, total_reload_s: float = 1.0) -> Loaded:
         return Loaded(

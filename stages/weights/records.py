@@ -59,7 +59,7 @@ class RefreshRequest:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Every byte of the version was read and verified; the instance still serves the version before."""
+    """All weights of the version (`bytes`, without the small files) were read and verified; the old version still serves."""
 
     instance: str
     version: int

@@ -160,7 +160,7 @@ class _Acks:
             "digest": self.request.digest,
             "method": self.request.method,
             "strategy": self.request.strategy,
-            "bytes": self.manifest.total_bytes,
+            "bytes": self.manifest.weight_bytes,
         }
         for name in wanted.keys() & answer.keys():
             if answer[name] != wanted[name]:
