@@ -1,0 +1,450 @@
+"""The supervisor's state machine, over steps that exist only in memory and a clock that the test owns."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launch.desired_steps import desired_steps
+from launch.interruption import Interruption
+from launch.journal import Journal
+from launch.steps import Incarnation, Step, StepRunner, StepStartError, StepStatus
+from launch.supervisor import FINISH_WAIT_S, TICK_S, Supervisor
+from launch.verdict import Cause, Success
+from stages.desired import DesiredState, StepSpec, end_run, read_desired, write_desired
+from stages.rundir import RunDir
+from tests.fake_runs import fake_config, fake_plan
+from tests.fake_stages import entry
+
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Records are synced to disk; a file system in memory makes that free."""
+
+CANCEL = Cause("supervisor", "cancelled", "the run was cancelled (SIGTERM)", 143)
+
+
+class MemoryStep(Step):
+    """`verdict` and `ended` are what the test makes of it."""
+
+    pid = 1
+
+    def __init__(self, incarnation: Incarnation, obeys: bool) -> None:
+        super().__init__(incarnation)
+        self.obeys = obeys
+        self.ended = False
+        self.verdict: Success | Cause | None = None
+
+    def status(self) -> StepStatus:
+        return StepStatus(self.ended)
+
+    def end(self, verdict: Success | Cause) -> None:
+        if not self.ended:
+            self.ended, self.verdict = True, verdict
+
+
+class MemoryRunner(StepRunner):
+    """`stubborn` steps ignore TERM; `broken` ones cannot be started."""
+
+    def __init__(self, stubborn: Sequence[str] = (), broken: Sequence[str] = ()) -> None:
+        self.stubborn = stubborn
+        self.broken = broken
+        self.started: list[MemoryStep] = []
+        self.asked: list[str] = []
+        self.killed: list[str] = []
+
+    def start(self, incarnation: Incarnation) -> Step:
+        if incarnation.spec.name in self.broken:
+            raise StepStartError("no room")
+        self.started.append(MemoryStep(incarnation, incarnation.spec.name not in self.stubborn))
+        return self.started[-1]
+
+    def ask_to_stop(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            assert isinstance(step, MemoryStep)
+            self.asked.append(step.spec.name)
+            if step.obeys:
+                step.end(Success({0: {"stopped": True}}))
+
+    def kill(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            assert isinstance(step, MemoryStep)
+            self.killed.append(step.spec.name)
+            step.end(Cause(step.spec.name, "signal", "killed by SIGKILL", 137))
+
+    def release(self, step: Step) -> None:
+        assert isinstance(step, MemoryStep)
+        assert step.ended
+
+    def explain(self, step: Step) -> str:
+        return "component 1 is CANCELLED"
+
+    def running(self) -> list[str]:
+        return [step.spec.name for step in self.started if not step.ended]
+
+    def step(self, name: str) -> MemoryStep:
+        return next(step for step in reversed(self.started) if step.spec.name == name)
+
+
+class World:
+    """A run whose time passes in the supervisor's pauses; `at` says what happens when."""
+
+    def __init__(self, root: Path, runner: MemoryRunner) -> None:
+        self.run = RunDir.create(root)
+        self.runner = runner
+        self.now_s = 0.0
+        self.events: list[tuple[float, str, object]] = []
+        self.journal = Journal(self.run, "local", "1", clock=self.clock)
+        self.interruption = Interruption()
+        self.interruption.wait = self.pass_time  # type: ignore[method-assign]
+        self.desired = desired_steps(fake_config(), fake_plan())
+        write_desired(self.run, self.desired)
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def at(self, when_s: float, what: str, detail: object = None) -> None:
+        self.events.append((when_s, what, detail))
+
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+        assert self.now_s < 1000, "the supervisor does not end"
+        due = [event for event in self.events if event[0] <= self.now_s]
+        self.events = [event for event in self.events if event[0] > self.now_s]
+        for _, what, detail in sorted(due, key=lambda event: event[0]):
+            self.happen(what, detail)
+
+    def happen(self, what: str, detail: object) -> None:
+        if what == "cancel":
+            self.interruption.cause = self.interruption.cause or CANCEL
+        elif what == "over":
+            end_run(self.run, str(detail), "because")
+        elif what == "desired":
+            assert isinstance(detail, DesiredState)
+            write_desired(self.run, detail)
+        else:
+            running = {step.spec.name: step for step in self.runner.started}
+            if what in running:
+                assert isinstance(detail, Success | Cause)
+                running[what].end(detail)
+
+    def supervise(self) -> Cause | None:
+        return Supervisor(
+            self.run,
+            self.runner,
+            self.journal,
+            self.interruption,
+            job_id="1",
+            entry=entry,
+            clock=self.clock,
+            pause=self.pass_time,
+            judge=lambda step, *_: step.verdict if isinstance(step, MemoryStep) else None,
+            sweep=lambda _: [],
+        ).run()
+
+    def state(self) -> dict[str, object]:
+        return self.run.read(self.run.state_json) or {}
+
+
+@contextmanager
+def world(runner: MemoryRunner | None = None) -> Iterator[World]:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        made = World(Path(folder) / "run", runner or MemoryRunner())
+        try:
+            yield made
+        finally:
+            made.journal.close()
+
+
+DONE = Success({0: {}})
+STOPPED = Success({0: {"stopped": True}})
+KILLED = Cause("trainer", "signal", "killed by SIGKILL", 137)
+RAISED = Cause("rollout_000", "error", "exited 1: VllmStartError: no port", 1)
+
+
+def test_a_run_succeeds_when_trainer_and_controller_did() -> None:
+    with world() as run:
+        run.at(2.0, "trainer", DONE)
+        run.at(3.0, "over", "success")
+        run.at(3.0, "controller", DONE)
+
+        assert run.supervise() is None
+        assert run.state()["phase"] == "succeeded"
+        assert sorted(run.runner.asked) == ["rollout_000", "rollout_001"]
+
+
+def test_the_rollout_serves_until_trainer_and_controller_have_ended() -> None:
+    with world() as run:
+        run.at(1.0, "over", "success")
+        run.at(2.0, "controller", DONE)
+        run.at(9.0, "trainer", DONE)
+
+        assert run.supervise() is None
+        assert run.now_s >= 9.0
+
+
+def test_a_failed_step_ends_the_run_with_its_own_words_and_code() -> None:
+    with world() as run:
+        run.at(2.0, "rollout_000", replace(RAISED, exit_code=9))
+
+        cause = run.supervise()
+
+        assert cause == replace(RAISED, exit_code=9)
+        assert run.state()["phase"] == "failed"
+        assert run.state()["cause"] == {**vars(cause)}
+        assert run.runner.running() == []
+
+
+def test_the_cause_is_on_disk_before_anything_is_stopped() -> None:
+    with world() as run:
+        seen: list[object] = []
+        ask = run.runner.ask_to_stop
+
+        def look_and_ask(steps: Sequence[Step]) -> None:
+            seen.append(run.state()["cause"])
+            ask(steps)
+
+        run.runner.ask_to_stop = look_and_ask  # type: ignore[method-assign]
+        run.at(2.0, "trainer", KILLED)
+
+        run.supervise()
+
+        assert seen == [vars(KILLED)]
+
+
+def test_a_killed_process_is_named_before_one_that_failed_because_of_it() -> None:
+    with world() as run:
+        run.at(2.0, "rollout_000", RAISED)
+        run.at(2.1, "trainer", KILLED)
+
+        assert run.supervise() == KILLED
+
+
+def test_the_earliest_of_two_failures_is_the_cause() -> None:
+    with world() as run:
+        run.at(2.0, "rollout_000", RAISED)
+        run.at(2.0 + TICK_S, "trainer", Cause("trainer", "error", "exited 1: peer lost", 1))
+
+        assert run.supervise() == RAISED
+
+
+def test_a_cancelled_run_is_not_blamed_on_a_stage_that_left_first() -> None:
+    with world() as run:
+        run.at(2.0, "rollout_001", STOPPED)
+        run.at(2.5, "cancel")
+
+        assert run.supervise() == CANCEL
+
+
+def test_a_step_that_someone_else_stopped_is_a_failure_with_an_explanation() -> None:
+    with world() as run:
+        run.at(2.0, "rollout_001", STOPPED)
+
+        cause = run.supervise()
+
+        assert cause is not None
+        assert cause.step == "rollout_001"
+        assert "stopped from outside" in cause.message
+        assert "component 1 is CANCELLED" in cause.message
+
+
+def test_a_controller_that_ends_without_ending_the_run_is_a_failure() -> None:
+    with world() as run:
+        run.at(2.0, "controller", DONE)
+
+        cause = run.supervise()
+
+        assert cause is not None
+        assert (cause.step, cause.kind) == ("controller", "ended")
+
+
+def test_a_rollout_instance_that_ends_by_itself_is_a_failure() -> None:
+    with world() as run:
+        run.at(2.0, "rollout_000", DONE)
+
+        cause = run.supervise()
+
+        assert cause is not None
+        assert (cause.step, cause.kind) == ("rollout_000", "ended")
+
+
+def test_a_rollout_that_fails_after_the_run_was_over_does_not_spoil_it() -> None:
+    with world() as run:
+        run.at(1.0, "trainer", DONE)
+        run.at(2.0, "over", "success")
+        run.at(2.0, "rollout_000", RAISED)
+        run.at(4.0, "controller", DONE)
+
+        assert run.supervise() is None
+
+
+def test_a_trainer_that_fails_after_the_run_was_declared_over_fails_it() -> None:
+    with world() as run:
+        run.at(2.0, "over", "success")
+        run.at(3.0, "trainer", KILLED)
+
+        assert run.supervise() == KILLED
+
+
+def test_a_trainer_that_does_not_end_is_given_up_in_time() -> None:
+    with world() as run:
+        run.at(2.0, "over", "success")
+        run.at(2.0, "controller", DONE)
+
+        cause = run.supervise()
+
+        assert cause is not None
+        assert (cause.step, cause.kind) == ("trainer", "late")
+        assert FINISH_WAIT_S <= run.now_s - 2.0 < FINISH_WAIT_S + 5.0
+
+
+def test_the_controller_can_end_the_run_as_a_failure() -> None:
+    with world() as run:
+        run.at(2.0, "over", "failure")
+
+        cause = run.supervise()
+
+        assert cause is not None
+        assert str(cause) == "controller: because"
+
+
+def test_a_step_that_ignores_term_is_killed_after_its_grace() -> None:
+    with world(MemoryRunner(stubborn=["trainer"])) as run:
+        run.at(2.0, "controller", KILLED)
+
+        run.supervise()
+
+        grace_s = next(spec.grace_s for spec in run.desired.steps if spec.name == "trainer")
+        assert run.runner.killed == ["trainer"]
+        assert grace_s <= run.now_s - 2.0 < grace_s + 1.5
+
+
+def test_a_step_that_cannot_be_started_stops_the_others() -> None:
+    with world(MemoryRunner(broken=["controller"])) as run:
+        cause = run.supervise()
+
+        assert cause == Cause("controller", "start", "no room")
+        assert run.runner.running() == []
+
+
+def test_a_step_taken_out_of_the_desired_state_is_stopped_and_a_new_one_started() -> None:
+    with world() as run:
+        fewer = replace(run.desired, steps=tuple(s for s in run.desired.steps if s.name != "rollout_001"))
+        run.at(2.0, "desired", fewer)
+        run.at(4.0, "desired", run.desired)
+        run.at(6.0, "trainer", DONE)
+        run.at(6.0, "over", "success")
+        run.at(6.0, "controller", DONE)
+
+        assert run.supervise() is None
+        assert [step.incarnation.label for step in run.runner.started if step.spec.name == "rollout_001"] == [
+            "rollout_001",
+            "rollout_001.1",
+        ]
+
+
+def test_a_broken_desired_state_stops_everything() -> None:
+    with world() as run:
+        run.interruption.wait = lambda seconds: run.run.desired_json.write_text("{")  # type: ignore[method-assign, assignment]
+
+        with pytest.raises(ValueError, match="Expecting"):
+            run.supervise()
+
+        assert run.runner.running() == []
+        assert run.state()["phase"] == "failed"
+
+
+def test_a_newer_attempt_ends_this_one() -> None:
+    with world() as run:
+        run.at(2.0, "fence")
+        happen = run.happen
+        run.happen = lambda what, detail: run.run.start_attempt(1) if what == "fence" else happen(what, detail)  # type: ignore[method-assign]
+
+        cause = run.supervise()
+
+        assert cause is not None
+        assert "attempt 0 (launcher) is over" in cause.message
+        assert run.runner.running() == []
+
+
+def test_the_heartbeat_moves_every_second() -> None:
+    with world() as run:
+        beats: list[int] = []
+        for second in range(2, 8):
+            run.at(second, "look")
+        happen = run.happen
+
+        def look(what: str, detail: object) -> None:
+            if what == "look":
+                beats.append(int(str(run.state()["heartbeat"])))
+            happen(what, detail)
+
+        run.happen = look  # type: ignore[method-assign]
+        run.at(9.0, "cancel")
+
+        run.supervise()
+
+        assert sorted(set(beats)) == beats
+
+
+def test_events_tell_the_story_in_order() -> None:
+    with world() as run:
+        run.at(2.0, "trainer", KILLED)
+
+        run.supervise()
+
+        lines = [json.loads(line) for line in run.run.events_jsonl.read_text().splitlines()]
+        assert [line["phase"] for line in lines if line["event"] == "phase"] == [
+            "starting",
+            "running",
+            "stopping",
+            "failed",
+        ]
+        assert next(line for line in lines if line["event"] == "fatal")["step"] == "trainer"
+
+
+VERDICTS = [DONE, STOPPED, KILLED, RAISED]
+NAMES = ["trainer", "controller", "rollout_000", "rollout_001"]
+MOMENT = st.floats(0.0, 8.0, allow_nan=False)
+ENDINGS = st.tuples(MOMENT, st.sampled_from(NAMES), st.sampled_from(VERDICTS))
+ORDERS = st.tuples(MOMENT, st.just("over"), st.sampled_from(["success", "failure"]))
+CANCELS = st.tuples(MOMENT, st.just("cancel"), st.none())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    events=st.lists(st.one_of(ENDINGS, ORDERS, CANCELS), max_size=8),
+    last=st.tuples(st.floats(8.0, 10.0), st.just("cancel"), st.none()),
+    stubborn=st.sets(st.sampled_from(NAMES)),
+    broken=st.sets(st.sampled_from(NAMES), max_size=1),
+)
+def test_whatever_happens_no_step_runs_after_the_supervisor_and_its_last_word_is_true(
+    events: list[tuple[float, str, object]], last: tuple[float, str, None], stubborn: set[str], broken: set[str]
+) -> None:
+    with world(MemoryRunner(sorted(stubborn), sorted(broken))) as run:
+        for event in [*events, last]:
+            run.at(*event)
+
+        cause = run.supervise()
+
+        assert run.runner.running() == []
+        assert run.state()["phase"] == ("succeeded" if cause is None else "failed")
+        if cause is None:
+            wanted = read_desired(run.run)
+            assert wanted is not None
+            assert (wanted.phase, wanted.outcome) == ("stop", "success")
+            for name in ("trainer", "controller"):
+                assert run.runner.step(name).verdict == DONE
+
+
+def test_specs_of_the_fake_plan_are_what_these_tests_assume() -> None:
+    specs: tuple[StepSpec, ...] = desired_steps(fake_config(), fake_plan()).steps
+
+    assert sorted(spec.name for spec in specs) == sorted(NAMES)
