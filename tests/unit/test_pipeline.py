@@ -1,0 +1,157 @@
+"""Bad input ends before anything is made; a dry run writes nothing; the launcher stays light."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import machine, pipeline
+from launch.compose import groups
+from launch.errors import ConfigError
+from planner.architecture import from_model_config
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "dry_run"
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+}
+
+
+def model_folder(folder: Path, **changes: object) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA | changes))
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def dry(*overrides: str) -> str:
+    fixed = ("launch.run_dir=/runs/golden", "launch.python=/venv/bin/python", "launch.cache_dir=/cache")
+    return pipeline.dry_run_text(pipeline.prepare([*overrides, *fixed]))
+
+
+@pytest.mark.parametrize("experiment", groups()["experiment"])
+def test_every_experiment_renders_the_stored_plan_and_script(experiment: str) -> None:
+    text = dry(f"+experiment={experiment}", "launch.dry_run=true")
+
+    stored = GOLDEN / f"{experiment}.txt"
+    if os.environ.get("LIBRA_UPDATE_GOLDEN"):
+        stored.write_text(text)
+    assert text == stored.read_text(), "run `make golden` when the change is meant"
+
+
+def test_a_dry_run_through_the_command_writes_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "launch", "+experiment=demo", "total_steps=10", "launch.dry_run=true"]
+
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH hetjob" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_misspelt_option_through_the_command_exits_2_without_a_stack_trace(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "launch", "+experiment=demo", "+totl_steps=10"]
+
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 2
+    assert "did you mean 'total_steps'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("module", ["launch", "launch.pipeline", "launch.hetjob", "planner.search"])
+def test_the_launcher_imports_neither_torch_nor_vllm(module: str) -> None:
+    code = f"import {module}, sys; sys.exit(any(m in sys.modules for m in ('torch', 'vllm', 'transformers')))"
+
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["rollout_gpus=16"], "do not fit on this machine"),
+        (["batch_size=10"], "batch_size=10 is not a multiple"),
+        (["warmup.steps=0", "model=from_path"], "set model_path to a HF folder"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_the_option_to_change(overrides: list[str], wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        pipeline.prepare(["+experiment=demo", *overrides])
+
+
+def test_a_missing_model_folder_is_refused_before_the_run_directory_is_made(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    with pytest.raises(ConfigError, match=r"model_path=.*is not a folder"):
+        pipeline.launch(
+            ["+experiment=demo", "warmup.steps=0", f"model_path={tmp_path}/none", f"launch.run_dir={run_dir}"]
+        )
+
+    assert not run_dir.exists()
+
+
+def test_an_unsupported_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "gpt2", architectures=["GPT2LMHeadModel"])
+
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel; supported: LlamaForCausalLM"):
+        pipeline.prepare(["+experiment=demo", "warmup.steps=0", f"model_path={folder}"])
+
+
+def test_sizes_come_from_the_model_folder_when_there_is_one(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "llama")
+
+    prepared = pipeline.prepare(["+experiment=demo", "warmup.steps=0", f"model_path={folder}"])
+
+    assert prepared.architecture.hidden == 64
+
+
+def test_a_full_disk_is_refused_with_wanted_available_and_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = pipeline.prepare(["+experiment=demo", f"launch.run_dir={tmp_path}/run"])
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)
+
+    found = machine.space_problems(prepared.config, from_model_config(prepared.config.model), prepared.run_dir)
+
+    assert len(found) == 1
+    assert "available 0.00 GB" in found[0]
+    assert "launch.run_dir" in found[0]
+
+
+def test_a_run_directory_in_the_way_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+
+    with pytest.raises(ConfigError, match="holds other files"):
+        pipeline.launch(["+experiment=demo", f"launch.run_dir={tmp_path}"])
+
+    assert [entry.name for entry in tmp_path.iterdir()] == ["precious"]
+
+
+def test_the_written_configuration_has_no_open_ends() -> None:
+    config = pipeline.prepare(["+experiment=demo", "seed=3"]).config
+
+    assert config.warmup.seed == 3
+    assert config.launch.mode == "local"
+    assert config.model_path and config.model_path == config.tokenizer_path
+
+
+@pytest.mark.parametrize(("code", "answer", "wanted"), [(0, "Slurmctld(primary) at h is UP", True), (1, "", False)])
+def test_slurm_counts_only_when_its_controller_answers(code: int, answer: str, wanted: bool) -> None:
+    done = subprocess.CompletedProcess([], code, answer, "")
+
+    assert machine.has_slurm(lambda name: f"/usr/bin/{name}", lambda *args, **options: done) is wanted
