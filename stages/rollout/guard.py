@@ -75,31 +75,28 @@ class GuardMiddleware:
         elif path in HARMLESS:
             await self._app(scope, receive, send)
         else:
-            try:
-                reloads.gate.check()
-                if path == COMPLETIONS and scope["method"] == "POST":
-                    await self._complete(reloads, segment_log, scope, receive, send)
-                else:
-                    await self._pass_through(reloads, scope, receive, send)
-            except NotServingError as error:
-                await _answer(send, 503, {"error": str(error), "kind": "not_serving"})
+            await self._gated(reloads, segment_log, scope, receive, send)
 
-    async def _pass_through(self, reloads: Reloads, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hold back every piece of the answer while a proof is running; an answer begun before a failed one breaks off."""
+    async def _gated(self, reloads: Reloads, segment_log: Any, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hold back every piece of an answer while a proof is running. An answer begun before one that fails breaks off."""
         begun = False
 
-        async def send_later(message: Message) -> None:
+        async def send_when_proved(message: Message) -> None:
             nonlocal begun
             await reloads.gate.passed()
             begun = True
             await send(message)
 
         try:
-            await self._app(scope, receive, send_later)
+            reloads.gate.check()
+            if scope["path"] == COMPLETIONS and scope["method"] == "POST":
+                await self._complete(reloads, segment_log, scope, receive, send_when_proved)
+            else:
+                await self._app(scope, receive, send_when_proved)
         except NotServingError as error:
             if begun:
                 raise ConnectionAbortedError(str(error)) from error
-            raise
+            await _answer(send, 503, {"error": str(error), "kind": "not_serving"})
 
     async def _complete(self, reloads: Reloads, segment_log: Any, scope: Scope, receive: Receive, send: Send) -> None:
         self._num_requests += 1
@@ -132,9 +129,9 @@ class _CompletionAnswer:
             self._streams = not Headers(raw=message["headers"]).get("content-type", "").startswith("application/json")
             if not self._streams:
                 return
+            await self._reloads.gate.passed()
             MutableHeaders(raw=message["headers"])["x-libra-version"] = str(self._reloads.serving_version)
         if self._streams:
-            await self._reloads.gate.passed()
             await self._send(message)
         elif message["type"] == "http.response.body":
             self._body += message.get("body", b"")
@@ -143,10 +140,10 @@ class _CompletionAnswer:
         """Send the collected answer. Raises NotServingError when the gate shut meanwhile."""
         if self._start is None or self._streams:
             return
-        await self._reloads.gate.passed()
         body = bytes(self._body)
         if self._start["status"] == 200:
             body = with_segments(body, found)
+        await self._reloads.gate.passed()
         headers = MutableHeaders(raw=list(self._start["headers"]))
         headers["content-length"] = str(len(body))
         headers["x-libra-version"] = str(self._reloads.serving_version)

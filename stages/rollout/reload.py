@@ -67,7 +67,8 @@ class Engine(Protocol):
 class Reloads:
     """The server's state machine. One order at a time; an order that is refused changes nothing.
 
-    After a swap or a proof that failed the gate stays shut: the engine may hold anything, and only a new process helps.
+    After a swap or a proof that failed the engine may hold anything: the gate stays shut until a later version has been
+    swapped in and proved.
     """
 
     def __init__(self, settings: ServerSettings, engine: Engine, recorder: Recorder) -> None:
