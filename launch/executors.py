@@ -6,6 +6,7 @@ import os
 import shlex
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -163,13 +164,14 @@ class Submission(ABC):
 class SlurmSubmission(Submission):
     mode = "slurm"
 
-    def __init__(self, run: RunDir, job: HetJob) -> None:
+    def __init__(self, run: RunDir, job: HetJob, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(run, str(job.job_id))
         self.job = job
+        self._clock = clock
         self._answer: tuple[str, str] = ("pending", "")
         self._asked_s = float("-inf")
         self._pause_s = QUEUE_FIRST_S
-        self._beat: tuple[int, float] = (-1, time.monotonic())
+        self._beat: tuple[int, float] = (-1, clock())
 
     def cancel(self) -> None:
         """TERM to the supervisor of a running job (it stops the steps in order); a pending job is just removed."""
@@ -180,9 +182,9 @@ class SlurmSubmission(Submission):
 
     def _ask(self) -> tuple[str, str]:
         """Asks Slurm at growing intervals (1 s to 10 s), and at once when the heartbeat stands still."""
-        now_s = time.monotonic()
-        waited_s = now_s - self._asked_s
-        if waited_s >= self._pause_s or (self._is_stalled(now_s) and waited_s >= QUEUE_FIRST_S):
+        now_s = self._clock()
+        waited_s, is_stalled = now_s - self._asked_s, self._is_stalled(now_s)
+        if waited_s >= self._pause_s or (is_stalled and waited_s >= QUEUE_FIRST_S):
             self._asked_s, self._pause_s = now_s, min(self._pause_s * 1.5, QUEUE_LAST_S)
             self._answer = self._ask_queue()
         return self._answer
