@@ -17,7 +17,8 @@ from stages.rundir import RunDir
 from stages.weights.instances import read_statuses
 
 _RECORD_NAME = re.compile(r"^v(\d{6,})\.json$")
-_LEFTOVER_NAME = re.compile(r"^\.(?:v|step_)\d{6,}\.(?:tmp-(?P<attempt>\d+)-[0-9a-f]+|trash-[0-9a-f]+)$")
+_LEFTOVER_FOLDER = re.compile(r"^\.(?:v|step_)\d{6,}\.(?:tmp-(?P<attempt>\d+)-[0-9a-f]+|trash-[0-9a-f]+)$")
+_LEFTOVER_RECORD = re.compile(r"^\.(?:LATEST|v\d{6,})\.json\.[0-9a-f]+\.tmp$")
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,30 @@ def collect(context: StageContext) -> Collected:
         versions=_collect_versions(run, options.keep_versions),
         batches=_collect_batches(run, options.keep_batches),
         records=_collect_records(run, options),
-        leftovers=(*sweep_leftovers(run, run.weights), *sweep_leftovers(run, run.batches)),
+        leftovers=tuple(
+            name
+            for folder in (run.weights, run.batches, run.requests, run.refreshed)
+            for name in sweep_leftovers(run, folder)
+        ),
     )
 
 
 def sweep_leftovers(run: RunDir, folder: Path) -> tuple[str, ...]:
-    """Remove hidden folders that a killed process left in `folder`: half publications of older attempts, and trash."""
-    removed = []
+    """Remove what a killed process left in `folder`: half publications of older attempts, trash, half records.
+
+    Half records are those of this process's own writer (LATEST.json, requests, results), which writes none right now.
+    """
     with os.scandir(folder) as entries:
-        found = [(entry.name, match) for entry in entries if (match := _LEFTOVER_NAME.match(entry.name))]
-    for name, match in found:
-        if match["attempt"] is None or int(match["attempt"]) < run.attempt:
+        names = sorted(entry.name for entry in entries)
+    removed = []
+    for name in names:
+        if _LEFTOVER_RECORD.match(name):
+            (folder / name).unlink(missing_ok=True)
+        elif (match := _LEFTOVER_FOLDER.match(name)) and int(match["attempt"] or -1) < run.attempt:
             shutil.rmtree(folder / name)
-            removed.append(name)
+        else:
+            continue
+        removed.append(name)
     return tuple(removed)
 
 

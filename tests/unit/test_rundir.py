@@ -250,6 +250,17 @@ def test_a_publication_without_commit_leaves_nothing(run: RunDir, fails: bool) -
     assert os.listdir(run.batches) == []
 
 
+def test_a_publication_that_cannot_get_its_name_leaves_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(PermissionError):
+        _publish_batch(run, "new")
+
+    assert os.listdir(run.batches) == []
+
+
 def test_a_leftover_of_an_older_attempt_gives_way(run: RunDir) -> None:
     _publish_batch(run, "old")
     later = next_attempt(run)

@@ -131,11 +131,14 @@ def test_old_requests_and_results_go_and_acks_stay(run: RunDir, context: StageCo
 def test_leftovers_of_killed_processes_are_swept_but_not_those_of_living_ones(run: RunDir) -> None:
     run.start_attempt(1)
     later = RunDir.open(run.root, writer="trainer")
-    for name in (".v000001.tmp-0-ab", ".v000001.tmp-1-ab", ".v000002.trash-ab", ".LATEST.json.0.tmp", ".keep"):
+    for name in (".v000001.tmp-0-ab", ".v000001.tmp-1-ab", ".v000002.trash-ab", ".keep"):
         (run.weights / name).mkdir()
+    (run.weights / ".LATEST.json.0123abcd.tmp").touch()
 
-    assert sorted(sweep_leftovers(later, run.weights)) == [".v000001.tmp-0-ab", ".v000002.trash-ab"]
-    assert sorted(os.listdir(run.weights)) == [".LATEST.json.0.tmp", ".keep", ".v000001.tmp-1-ab"]
+    swept = sweep_leftovers(later, run.weights)
+
+    assert swept == (".LATEST.json.0123abcd.tmp", ".v000001.tmp-0-ab", ".v000002.trash-ab")
+    assert sorted(os.listdir(run.weights)) == [".keep", ".v000001.tmp-1-ab"]
 
 
 def test_an_older_attempt_deletes_nothing(run: RunDir, context: StageContext) -> None:

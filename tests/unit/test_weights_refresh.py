@@ -117,7 +117,7 @@ def test_loaded_without_prepared_is_no_ack(run: RunDir, context: StageContext, a
 def test_a_refusal_ends_the_wait_and_names_instance_tensor_and_error(
     run: RunDir, context: StageContext, answers: Answers
 ) -> None:
-    context.config.weights.refresh_timeout_s = 600
+    context.config.weights.refresh_timeout_s = 10
     nack = Nack("rollout_001", 3, answers.manifest.digest, "prepare", "digest differs", 2, "model.embed")
     write_nack(as_writer(run, "rollout_001"), nack)
 
@@ -271,7 +271,7 @@ def test_a_damaged_ack_is_refused(run: RunDir, context: StageContext, answers: A
 
 
 def test_an_instance_that_fell_silent_ends_the_wait(context: StageContext, answers: Answers) -> None:
-    context.config.weights.refresh_timeout_s = 600
+    context.config.weights.refresh_timeout_s = 10
     context.config.rollout.heartbeat_timeout_s = 0.05
     answers.write("rollout_000")
 
@@ -280,7 +280,7 @@ def test_an_instance_that_fell_silent_ends_the_wait(context: StageContext, answe
 
 
 def test_a_request_to_stop_ends_the_wait(context: StageContext, answers: Answers) -> None:
-    context.config.weights.refresh_timeout_s = 600
+    context.config.weights.refresh_timeout_s = 10
     context.stop.set()
 
     with pytest.raises(StoppedError):

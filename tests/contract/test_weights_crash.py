@@ -1,0 +1,125 @@
+"""A trainer killed between any two file operations never shows half a version, and the next attempt can go on."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.context import StageContext
+from stages.rundir import RunDir
+from stages.weights.collect import collect
+from stages.weights.manifest import Manifest
+from stages.weights.reader import load_manifest, verify
+from stages.weights.refresh import request_refresh
+from tests.weights_kit import INSTANCES, Answers, make_context, make_source, publish_full, register, small_tensors
+
+OPERATIONS = ("open", "mkdir", "pwrite", "fsync", "close", "rename", "replace", "unlink", "rmdir")
+
+
+class AnsweringInstances(threading.Event):
+    """A stop flag that is never set; when the trainer looks at it while it waits, all instances answer."""
+
+    def __init__(self, run: RunDir, manifest: Manifest) -> None:
+        super().__init__()
+        self._answers = Answers(run, manifest)
+
+    def is_set(self) -> bool:
+        for instance in INSTANCES:
+            self._answers.write(instance)
+        return False
+
+
+def exchange(run: RunDir, source: Path) -> None:
+    """All that the trainer writes for version 3."""
+    context: StageContext = make_context(run)
+    context.config.weights.refresh_timeout_s = 20
+    manifest = publish_full(run, 3, small_tensors(run.attempt), source=source)
+    context.stop = AnsweringInstances(run, manifest)
+    request_refresh(context, manifest, INSTANCES, publish_s=0.0)
+    collect(context)
+
+
+def kill_before_operation(number: int) -> None:
+    """From now on this process dies by SIGKILL instead of doing its `number`-th file operation (counted from 0)."""
+    done = itertools.count()
+    lock = threading.Lock()
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*arguments: Any, **options: Any) -> Any:
+            with lock:
+                if next(done) == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                    signal.pause()
+            return function(*arguments, **options)
+
+        return operation
+
+    for name in OPERATIONS:
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def killed_exchange(run: RunDir, source: Path, number: int) -> bool:
+    """Run `exchange` in a process that is killed before operation `number`; False when it ended before that."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            kill_before_operation(number)
+            exchange(run, source)
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def check_what_others_see(run: RunDir, *, replaced: bool) -> None:
+    published = run.published_versions()
+    assert 2 in published
+    for version in published:
+        verify(run, load_manifest(run, version))
+    latest = run.read(run.latest_json, any_attempt=True)
+    assert latest is not None
+    if not replaced:  # else version 3 is away for a moment, or newer than the pointer: the digest tells
+        load_manifest(run, latest["version"], latest["digest"])
+    record = run.read(run.refreshed_json(3))
+    if record is not None:
+        load_manifest(run, 3, record["digest"])
+        assert all(run.read(run.ack_json(3, name, "loaded")) for name in INSTANCES)
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["new version", "version left by an older attempt"])
+def test_a_trainer_killed_at_any_file_operation_leaves_only_whole_versions(tmp_path: Path, replaced: bool) -> None:
+    source = make_source(tmp_path / "source")
+    template = RunDir.create(tmp_path / "template")
+    for version in (1, 2, 3) if replaced else (1, 2):
+        publish_full(template, version, source=source)
+    template.start_attempt(1)
+
+    killed = True
+    number = 0
+    while killed:
+        shutil.copytree(template.root, tmp_path / f"run{number}")
+        run = RunDir.open(tmp_path / f"run{number}", writer="trainer")
+        for instance in INSTANCES:
+            register(run, instance)
+
+        killed = killed_exchange(run, source, number)
+
+        check_what_others_see(run, replaced=replaced)
+        run.start_attempt(2)
+        exchange(RunDir.open(run.root, writer="trainer"), source)
+        assert sorted(os.listdir(run.weights)) == ["LATEST.json", "v000002", "v000003"]
+        assert not [name for folder in (run.requests, run.refreshed) for name in os.listdir(folder) if name[0] == "."]
+        shutil.rmtree(run.root)
+        number += 1
+    assert number > 40  # so many places to die at were tried

@@ -1,0 +1,101 @@
+"""Publishing over torch.distributed, as the trainer does it: two processes, gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from conf.schema import WeightsConfig
+from stages.rundir import RunDir
+from stages.weights.errors import PublishError
+from stages.weights.publish import publish
+from stages.weights.reader import load_manifest, verify
+from stages.weights.tensors import LocalTensor
+from tests.weights_kit import PROBE, make_source
+
+RANKS = 2
+
+
+class GlooRanks:
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+
+def model() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "embed": torch.randn(32, 16),
+        "up": torch.randn(48, 16),
+        "down": torch.randn(16, 48),
+        "norm": torch.randn(16),
+    }
+
+
+def owned(rank: int) -> list[LocalTensor]:
+    """Tensor-parallel slices: rows of `embed` and `up`, columns of `down`, `norm` from rank 0."""
+    full = model()
+    slices = []
+    for name, dim in (("embed", 0), ("up", 0), ("down", 1)):
+        part = full[name].chunk(RANKS, dim)[rank]
+        slices.append(LocalTensor(name, tuple(full[name].shape), dim, rank * part.shape[dim], part))
+    return [*slices, *([LocalTensor.whole("norm", full["norm"])] if rank == 0 else [])]
+
+
+def trainer_rank(rank: int, folder: Path, version: int, spoilt: bool) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting{version}", rank=rank, world_size=RANKS)
+    tensors = owned(rank)
+    if spoilt and rank == 1:
+        tensors = tensors[1:]
+    try:
+        publish(
+            RunDir.open(folder / "run", writer="trainer"),
+            version=version,
+            step=version,
+            tensors=tensors,
+            probe=PROBE if rank == 0 else None,
+            source_folder=folder / "source",
+            options=WeightsConfig(dtype="bfloat16"),
+            ranks=GlooRanks(),
+        )
+    except PublishError as problem:
+        (folder / f"error{rank}").write_text(str(problem))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_source(tmp_path / "source")
+    RunDir.create(tmp_path / "run")
+    return tmp_path
+
+
+def test_tensor_parallel_ranks_write_one_ordinary_file(folder: Path) -> None:
+    mp.spawn(trainer_rank, (folder, 1, False), nprocs=RANKS)  # type: ignore[attr-defined, no-untyped-call]
+
+    run = RunDir.open(folder / "run", writer="test")
+    verify(run, load_manifest(run, 1))
+    published = {name: tensor.to(torch.bfloat16) for name, tensor in model().items()}
+    expected = safetensors.torch.save(published, metadata={"format": "pt"})
+    assert (run.weights_version(1) / "model.safetensors").read_bytes() == expected
+
+
+def test_ranks_that_leave_out_a_slice_all_fail_and_none_hangs(folder: Path) -> None:
+    mp.spawn(trainer_rank, (folder, 1, True), nprocs=RANKS)  # type: ignore[attr-defined, no-untyped-call]
+
+    errors = [(folder / f"error{rank}").read_text() for rank in range(RANKS)]
+    assert errors[0] == errors[1]
+    assert "tensor embed of shape [32, 16]: 256 of 512 elements have no owner" in errors[0]
+    assert RunDir.open(folder / "run", writer="test").published_versions() == []
