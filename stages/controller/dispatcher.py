@@ -9,7 +9,7 @@ from contextvars import Context
 from dataclasses import dataclass
 
 from stages.controller.answers import Answerer
-from stages.controller.client import GenerationError, Sampling
+from stages.controller.client import GenerationError, InvalidAnswerError, Sampling
 from stages.controller.groups import Completion, FinishedGroup, Prompt, WaitingGroups
 from stages.controller.instances import Instance
 from stages.controller.ledger import Batched, Dropped, Event, Finished, Issued, Ledger
@@ -93,6 +93,11 @@ class Dispatcher:
         if done:
             self._count()
 
+    @property
+    def num_waiting(self) -> int:
+        """Finished groups that no batch has taken."""
+        return len(self._waiting)
+
     def take(self, step: int) -> list[FinishedGroup] | None:
         """The groups of batch `step`, or None while there are not enough; re-queues what became too stale for it."""
         for group in self._waiting.expire(self.bounds, step):
@@ -112,15 +117,15 @@ class Dispatcher:
         self._tasks = set()
 
     def describe(self) -> str:
-        """One phrase for error messages: what is finished, what is in flight and for how long."""
-        parts = [f"{len(self._waiting)} groups finished"]
+        """One phrase for error messages: what is in flight and for how long, and what failed last."""
+        parts = []
         if self.open:
             oldest = min(self.open.values(), key=lambda group: group.started_s)
             age_s = time.monotonic() - oldest.started_s
             parts.append(f"{len(self.open)} in flight (prompt {oldest.prompt.index} for {age_s:.0f} s)")
         if self.last_failure:
             parts.append(f"last failure: {self.last_failure}")
-        return ", ".join(parts)
+        return ", ".join(parts) or "nothing in flight"
 
     def _issue(self, count: int, version: int, groups: list[OpenGroup]) -> Iterator[Event]:
         """The events of `count` new groups; lazy, because each changes which prompt is next."""
@@ -200,7 +205,8 @@ class Dispatcher:
     def _failed(self, instance: Instance, groups: list[OpenGroup], error: GenerationError) -> None:
         """Re-queue every prompt of a failed request. Raises PromptFailedError for one that failed too often."""
         interrupted = self.answerer.pool.is_interrupted(instance.name)
-        self.answerer.pool.failed(instance, interrupted=interrupted)
+        if not isinstance(error, InvalidAnswerError):  # a server that answers is there; its prompt may be the poison
+            self.answerer.pool.failed(instance, interrupted=interrupted)
         self.last_failure = f"{instance.name}: {type(error).__name__}: {error}"
         print(f"request of {len(groups)} prompts failed on {self.last_failure}", flush=True)
         for group in groups:

@@ -88,11 +88,17 @@ class InstancePool:
         instance.load -= trajectories
 
     def failed(self, instance: Instance, *, interrupted: bool) -> None:
-        """A request failed there: leave the instance alone for a while, longer each time unless it was interrupted."""
+        """A request failed there: leave the instance alone for a while, longer each time unless it was interrupted.
+
+        Requests that were in flight together fail together, which counts once.
+        """
+        now = self.clock()
+        if now < instance.cool_until_s:
+            return
         if not interrupted:
             instance.failures_in_a_row += 1
         pause_s = min(COOL_DOWN_S * 2 ** max(0, instance.failures_in_a_row - 1), LONGEST_COOL_DOWN_S)
-        instance.cool_until_s = self.clock() + pause_s
+        instance.cool_until_s = now + pause_s
 
     def succeeded(self, instance: Instance) -> None:
         instance.failures_in_a_row = 0
@@ -113,7 +119,7 @@ class InstancePool:
         if instance.status is not None and now - instance.heartbeat_seen_s >= self.heartbeat_timeout_s:
             parts.append(f"no heartbeat for {now - instance.heartbeat_seen_s:.0f} s")
         if instance.failures_in_a_row:
-            parts.append(f"{instance.failures_in_a_row} failed requests in a row")
+            parts.append(f"{instance.failures_in_a_row} failures in a row")
         if instance.load:
             parts.append(f"{instance.load} trajectories in flight")
         return f"{instance.name} ({'; '.join(parts)})"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -181,7 +181,7 @@ class Ledger:
 
 def encode(event: Event) -> str:
     """One JSON line."""
-    return json.dumps({"event": type(event).__name__.lower(), **asdict(event)}) + "\n"
+    return json.dumps({"event": type(event).__name__.lower(), **vars(event)}) + "\n"
 
 
 def decode(line: str) -> Event:

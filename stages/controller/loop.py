@@ -105,10 +105,11 @@ class TrainingLoop:
         if step > newest_allowed_step(self.dispatcher.bounds, self.progress.served_version):
             self._due_since_s = now
         if now - self._due_since_s > timeout_s:
+            dispatcher = self.dispatcher
             raise BatchCollectionTimeoutError(
-                f"batch {step} is not complete after {timeout_s:.0f} s "
-                f"(global_resource_planner.runtime_batch_collection_timeout_s): {self.dispatcher.describe()}, of "
-                f"{self.dispatcher.bounds.groups_per_batch}; instances: {self.dispatcher.answerer.pool.describe()}"
+                f"batch {step} has {dispatcher.num_waiting} of {dispatcher.bounds.groups_per_batch} groups after "
+                f"{timeout_s:.0f} s (global_resource_planner.runtime_batch_collection_timeout_s): "
+                f"{dispatcher.describe()}; instances: {dispatcher.answerer.pool.describe()}"
             )
 
     def _change_span(self, current: Span | None) -> Span | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +27,15 @@ class Progress:
     total_steps: int
     sync_interval: int
     timeout_s: float
+    clock: Callable[[], float] = time.monotonic
     served_version: int = -1
     trained_steps: int = 0
     receipts: dict[int, dict[str, Any]] = field(default_factory=dict)
     refreshed: dict[int, dict[str, Any]] = field(default_factory=dict)
-    _moved_s: float = field(default_factory=time.monotonic)
+    _moved_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._moved_s = self.clock()
 
     @property
     def is_complete(self) -> bool:
@@ -62,8 +67,9 @@ class Progress:
             self.served_version = self.next_version
             moved = True
         if new or moved or not self._owed(batches_written):
-            self._moved_s = time.monotonic()
-        self._check_silence(batches_written)
+            self._moved_s = self.clock()
+        else:
+            self._check_silence(batches_written)
         return new
 
     def _look_for_receipt(self, step: int) -> bool:
@@ -98,7 +104,7 @@ class Progress:
         return ""
 
     def _check_silence(self, batches_written: int) -> None:
-        silent_s = time.monotonic() - self._moved_s
+        silent_s = self.clock() - self._moved_s
         if silent_s > self.timeout_s:
             raise TrainerSilentError(
                 f"waited {silent_s:.0f} s (algorithm.step_timeout_s) for {self._owed(batches_written)} from the trainer; "

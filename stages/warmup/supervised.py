@@ -42,7 +42,7 @@ Report = Callable[[int, float, float], None]
 
 def learning_rate(step: int, *, steps: int, peak: float) -> float:
     """Linear rise over RISE_STEPS, then a cosine down to LAST_RATIO of the peak at the last step."""
-    rise = min(RISE_STEPS, max(1, steps // 5))
+    rise = min(RISE_STEPS, max(1, steps // 2))
     if step < rise:
         return peak * (step + 1) / rise
     share = (step - rise) / max(1, steps - rise)

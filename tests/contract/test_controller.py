@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -333,7 +335,9 @@ def test_a_batch_that_does_not_fill_in_time_says_what_it_waits_for(tmp_path: Pat
     )
     played.servers[0].script = lambda request: Reply(delay_s=3.0)
 
-    with pytest.raises(BatchCollectionTimeoutError, match=r"batch 0 .*4 in flight .*rollout_000 \(ready; 8 traj"):
+    with pytest.raises(
+        BatchCollectionTimeoutError, match=r"batch 0 has 0 of 4 groups .*4 in flight .*rollout_000 \(ready; 8 traj"
+    ):
         played.play()
 
 
@@ -430,3 +434,16 @@ def test_the_controller_alone_generates_and_scores_without_writing(tmp_path: Pat
     assert (evaluation["version"], evaluation["greedy_reward"]) == (4, 1.0)
     assert played.run.published_batches() == []
     assert not list(played.run.ledger.iterdir())
+
+
+@pytest.mark.parametrize("option, printed", [("--no-train", '"reward": 0.5'), ("--evaluate", '"greedy_reward": 1.0')])
+def test_the_command_works_alone_on_a_run_directory(tmp_path: Path, option: str, printed: str) -> None:
+    played = scene(tmp_path)
+    played.servers[0].version = 0
+
+    with serving(played.servers):
+        command = [sys.executable, "-m", "stages.controller", str(played.run.root), option]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert printed in done.stdout

@@ -116,11 +116,22 @@ def test_an_instance_that_fails_is_left_alone_for_longer_each_time(run: RunDir) 
     assert pauses[-1] == pytest.approx(LONGEST_COOL_DOWN_S)
 
 
+def test_requests_that_fail_together_count_once(run: RunDir) -> None:
+    pool, _ = pool_of(run)
+    instance = pool.instances["rollout_000"]
+
+    for _ in range(64):
+        pool.failed(instance, interrupted=False)
+
+    assert instance.failures_in_a_row == 1
+
+
 def test_a_success_ends_the_suspicion(run: RunDir) -> None:
     pool, clock = pool_of(run, tps=(1,))
     instance = pool.instances["rollout_000"]
     for _ in range(4):
         pool.failed(instance, interrupted=False)
+        clock.now = instance.cool_until_s
 
     pool.succeeded(instance)
     pool.failed(instance, interrupted=False)
