@@ -242,7 +242,13 @@ class SigningTrainer:
         if step == self.silent_at:
             raise InterruptedError
         seconds = {"wait_for_batch": 0.1, "grpo_update": 0.2}
-        receipt: dict[str, Any] = {"step": step, "version": step + 1, "loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-3}
+        receipt: dict[str, Any] = {
+            "step": step,
+            "version": step + 1,
+            "loss": 0.5,
+            "grad_norm": 1.0,
+            "learning_rate": 1e-3,
+        }
         receipt |= {"tokens": found[1].tokens, "clip_fraction": 0.0, "seconds": seconds}
         receipt |= {"logprob_difference_max": 1e-6, "logprob_difference_mean": 1e-7}
         self.run.write(self.run.batch(step) / "trained.json", receipt)

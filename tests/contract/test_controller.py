@@ -2,83 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from stages.context import StageContext, StoppedError, open_context
 from stages.controller import alone, stage
-from stages.controller.client import RequestRefusedError
-from stages.controller.dispatcher import PromptFailedError
-from stages.controller.evaluation import EvaluationError
 from stages.controller.ledger import read_ledger
-from stages.controller.loop import BatchCollectionTimeoutError
-from stages.controller.progress import TrainerSilentError
 from stages.desired import read_desired
-from stages.files import WaitTimeoutError
-from stages.rundir import RunDir
 from tests.controller_kit import (
     Reply,
     Request,
-    ScriptedServer,
-    SigningTrainer,
-    make_run,
     serving,
-    training,
     until,
 )
-
-
-@dataclass
-class Scene:
-    """One run with everything around the controller."""
-
-    run: RunDir
-    servers: list[ScriptedServer]
-    trainer: SigningTrainer
-    stopped_s: float = 0.0
-
-    def play(self) -> dict[str, Any]:
-        with serving(self.servers), training(self.trainer), self.context() as context:
-            result = stage.run(context)
-        assert self.trainer.error is None
-        return result
-
-    def context(self) -> Any:
-        return open_context("controller", self.run.root, name="controller")
-
-    def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.run.metrics_jsonl.read_text().splitlines()]
-
-    def steps(self) -> list[dict[str, Any]]:
-        return [line for line in self.lines() if "step" in line]
-
-    def training_requests(self) -> list[Request]:
-        """Without those of the evaluation, whose prompts start with 00."""
-        requests = [request for server in self.servers for request in server.requests]
-        return [request for request in requests if not request.prompts[0].startswith("00")]
-
-
-def scene(tmp_path: Path, instances: int = 1, **options: Any) -> Scene:
-    run = make_run(tmp_path, instances, **options)
-    with open_context("controller", run.root, name="controller") as context:
-        config = context.config
-    servers = [ScriptedServer(f"rollout_{i:03d}", run) for i in range(instances)]
-    writer = RunDir(run.root, run.run_id, run.attempt, "trainer")
-    return Scene(run, servers, SigningTrainer(writer, config.total_steps, config.sync_interval, servers))
-
-
-def staleness_of(scene: Scene) -> list[int]:
-    """Of the oldest token of every batch, counted from the batch files."""
-    return [step - batch.oldest_version for step, (batch, _) in enumerate(scene.trainer.batches)]
+from tests.controller_scene import Scene, scene, staleness_of
 
 
 def test_a_run_trains_every_step_and_leaves_summary_metrics_and_a_stopped_desired_state(tmp_path: Path) -> None:
@@ -157,53 +99,6 @@ def test_weights_synced_every_second_step_do_not_stop_the_run(tmp_path: Path) ->
     assert max(staleness_of(played)) <= 1
 
 
-def test_a_request_that_fails_is_asked_again_and_nothing_is_lost(tmp_path: Path) -> None:
-    played = scene(tmp_path)
-    played.servers[0].script = lambda request: Reply(status=503 if request.number == 2 else 200)
-
-    summary = played.play()
-
-    assert summary["groups"]["dropped"] == {"failed": 4}
-    prompts = [int(prompt) for request in played.training_requests() for prompt in request.prompts]
-    assert set(prompts) == set(range(10, 22))  # no prompt skipped, none new
-
-
-def test_prompts_of_a_failed_request_travel_alone_afterwards(tmp_path: Path) -> None:
-    played = scene(tmp_path, total_steps=1)
-    played.servers[0].script = lambda request: Reply(status=500 if request.number == 2 else 200)
-
-    played.play()
-
-    assert [len(request.prompts) for request in played.training_requests()] == [4, 1, 1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    "break_answer",
-    [
-        lambda answer: answer["choices"].pop(),
-        lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].pop(),
-        lambda answer: answer["choices"][0].update(version_segments=[[0, 1]]),
-        lambda answer: answer["choices"][0].update(finish_reason="abort"),
-    ],
-    ids=["a choice is missing", "a log-prob is missing", "a version is missing", "aborted"],
-)
-def test_an_answer_that_breaks_the_contract_is_asked_again(tmp_path: Path, break_answer: Any) -> None:
-    played = scene(tmp_path, total_steps=1)
-    played.servers[0].script = lambda request: Reply(change=break_answer if request.number == 2 else None)
-
-    assert played.play()["groups"]["dropped"] == {"failed": 4}
-
-
-def test_a_broken_connection_is_survived_by_the_other_instance(tmp_path: Path) -> None:
-    played = scene(tmp_path, instances=2, total_steps=2, launch={"evaluate": False})
-    played.servers[0].script = lambda request: Reply(status=0)
-
-    summary = played.play()
-
-    assert summary["steps"] == 2
-    assert played.servers[1].requests
-
-
 def test_groups_are_spread_over_the_instances(tmp_path: Path) -> None:
     played = scene(tmp_path, instances=2, launch={"evaluate": False})
 
@@ -211,23 +106,6 @@ def test_groups_are_spread_over_the_instances(tmp_path: Path) -> None:
 
     sizes = [sum(len(request.prompts) for request in server.requests) for server in played.servers]
     assert sizes == [6, 6]
-
-
-def test_a_prompt_that_fails_for_ever_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    played = scene(tmp_path, launch={"evaluate": False}, rollout={"max_retries": 0})
-    played.servers[0].script = lambda request: Reply(status=500)
-
-    with pytest.raises(PromptFailedError, match=r"prompt 0 failed 1 times .*rollout_000: ServerFailedError"):
-        played.play()
-
-
-def test_a_request_that_the_server_refuses_ends_the_run_at_once(tmp_path: Path) -> None:
-    played = scene(tmp_path, launch={"evaluate": False})
-    played.servers[0].script = lambda request: Reply(status=400)
-
-    with pytest.raises(RequestRefusedError, match="HTTP 400: scripted failure"):
-        played.play()
-    assert len(played.training_requests()) == 1
 
 
 def test_a_slow_straggler_does_not_hold_up_the_batches_that_need_not_have_it(tmp_path: Path) -> None:
@@ -301,87 +179,6 @@ def _change_version_in_flight(played: Scene, changed: threading.Event) -> None:
         played.trainer._step(step)
 
 
-def test_a_server_that_answers_with_older_weights_than_it_proved_is_not_believed(tmp_path: Path) -> None:
-    played = scene(tmp_path, total_steps=2, launch={"evaluate": False}, rollout={"max_retries": 0})
-
-    def age(answer: dict[str, Any]) -> None:
-        for choice in answer["choices"]:
-            choice["version_segments"] = [[0, len(choice["token_ids"])]]
-
-    played.servers[0].script = lambda request: Reply(change=age)
-
-    with pytest.raises(PromptFailedError, match="answered with weights of version 0, although it proved version 1"):
-        played.play()
-
-
-def test_an_evaluation_with_tokens_of_another_version_fails(tmp_path: Path) -> None:
-    played = scene(tmp_path)
-
-    def renew(answer: dict[str, Any]) -> None:
-        for choice in answer["choices"]:
-            choice["version_segments"] = [[7, len(choice["token_ids"])]]
-
-    played.servers[0].script = lambda request: Reply(change=renew)
-
-    with pytest.raises(EvaluationError, match="tokens of version 7 in the evaluation of version 0"):
-        played.play()
-
-
-def test_a_batch_that_does_not_fill_in_time_says_what_it_waits_for(tmp_path: Path) -> None:
-    played = scene(
-        tmp_path,
-        launch={"evaluate": False},
-        global_resource_planner={"runtime_batch_collection_timeout_s": 1.0},
-    )
-    played.servers[0].script = lambda request: Reply(delay_s=3.0)
-
-    with pytest.raises(
-        BatchCollectionTimeoutError, match=r"batch 0 has 0 of 4 groups .*4 in flight .*rollout_000 \(ready; 8 traj"
-    ):
-        played.play()
-
-
-def test_a_trainer_that_falls_silent_is_named_with_what_it_owes(tmp_path: Path) -> None:
-    played = scene(tmp_path, launch={"evaluate": False}, algorithm={"step_timeout_s": 1.0})
-    played.trainer.silent_at = 1
-
-    with pytest.raises(TrainerSilentError, match=r"step_000001/trained.json from the trainer; steps trained 1"):
-        played.play()
-
-
-def test_a_run_whose_weights_are_never_served_says_so(tmp_path: Path) -> None:
-    played = scene(tmp_path, rollout={"ready_timeout_s": 1.0}, weights={"refresh_timeout_s": 1.0})
-
-    with serving(played.servers), played.context() as context:
-        with pytest.raises(WaitTimeoutError, match=r"v000000.json .*from the trainer") as caught:
-            stage.run(context)
-    assert "rollout_000 (ready)" in caught.value.__notes__[0]
-
-
-def test_a_stop_request_in_the_middle_ends_the_stage_within_its_grace(tmp_path: Path) -> None:
-    played = scene(tmp_path)
-    played.servers[0].script = lambda request: Reply(delay_s=30.0 if request.number == 2 else 0.0)
-
-    with serving(played.servers), training(played.trainer), played.context() as context:
-        stopper = threading.Thread(target=_stop_when_generating, args=(played, context), daemon=True)
-        stopper.start()
-        with pytest.raises(StoppedError):
-            stage.run(context)
-        stopper.join()
-        assert time.monotonic() - played.stopped_s < context.config.launch.stop_grace_s
-
-    assert played.run.read(played.run.summary_json) is None
-    desired = read_desired(played.run)
-    assert desired is not None
-    assert desired.phase == "run"
-
-
-def _stop_when_generating(played: Scene, context: StageContext) -> None:
-    until(lambda: len(played.training_requests()) > 0)
-    played.stopped_s = time.monotonic()
-    context.stop.set()
-
-
 def test_uniform_groups_are_replaced_when_asked_for(tmp_path: Path) -> None:
     played = scene(tmp_path, total_steps=1, algorithm={"drop_uniform_groups": True}, launch={"evaluate": False})
     played.servers[0].policy = lambda prompt, sample: str(int(prompt) + 1) if sample == 0 or int(prompt) < 12 else "0"
@@ -400,14 +197,6 @@ def test_a_policy_that_is_always_right_still_gets_its_batches(tmp_path: Path) ->
 
     assert summary["steps"] == 2
     assert summary["groups"]["dropped"] == {"uniform": 24}
-
-
-def test_a_wrong_token_is_refused_by_the_server_and_ends_the_run(tmp_path: Path) -> None:
-    played = scene(tmp_path)
-    played.run.token_file.write_text("another token\n")
-
-    with pytest.raises(RequestRefusedError, match="HTTP 401"):
-        played.play()
 
 
 def test_the_ledger_of_a_run_adds_up(tmp_path: Path) -> None:

@@ -1,0 +1,180 @@
+"""What the controller does about servers, trainers and prompts that fail, and when it is asked to stop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.context import StageContext, StoppedError
+from stages.controller import stage
+from stages.controller.client import RequestRefusedError
+from stages.controller.dispatcher import PromptFailedError
+from stages.controller.evaluation import EvaluationError
+from stages.controller.loop import BatchCollectionTimeoutError
+from stages.controller.progress import TrainerSilentError
+from stages.desired import read_desired
+from stages.files import WaitTimeoutError
+from tests.controller_kit import (
+    Reply,
+    serving,
+    training,
+    until,
+)
+from tests.controller_scene import Scene, scene
+
+
+def test_a_request_that_fails_is_asked_again_and_nothing_is_lost(tmp_path: Path) -> None:
+    played = scene(tmp_path)
+    played.servers[0].script = lambda request: Reply(status=503 if request.number == 2 else 200)
+
+    summary = played.play()
+
+    assert summary["groups"]["dropped"] == {"failed": 4}
+    prompts = [int(prompt) for request in played.training_requests() for prompt in request.prompts]
+    assert set(prompts) == set(range(10, 22))  # no prompt skipped, none new
+
+
+def test_prompts_of_a_failed_request_travel_alone_afterwards(tmp_path: Path) -> None:
+    played = scene(tmp_path, total_steps=1)
+    played.servers[0].script = lambda request: Reply(status=500 if request.number == 2 else 200)
+
+    played.play()
+
+    assert [len(request.prompts) for request in played.training_requests()] == [4, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "break_answer",
+    [
+        lambda answer: answer["choices"].pop(),
+        lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].pop(),
+        lambda answer: answer["choices"][0].update(version_segments=[[0, 1]]),
+        lambda answer: answer["choices"][0].update(finish_reason="abort"),
+    ],
+    ids=["a choice is missing", "a log-prob is missing", "a version is missing", "aborted"],
+)
+def test_an_answer_that_breaks_the_contract_is_asked_again(tmp_path: Path, break_answer: Any) -> None:
+    played = scene(tmp_path, total_steps=1)
+    played.servers[0].script = lambda request: Reply(change=break_answer if request.number == 2 else None)
+
+    assert played.play()["groups"]["dropped"] == {"failed": 4}
+
+
+def test_a_broken_connection_is_survived_by_the_other_instance(tmp_path: Path) -> None:
+    played = scene(tmp_path, instances=2, total_steps=2, launch={"evaluate": False})
+    played.servers[0].script = lambda request: Reply(status=0)
+
+    summary = played.play()
+
+    assert summary["steps"] == 2
+    assert played.servers[1].requests
+
+
+def test_a_prompt_that_fails_for_ever_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    played = scene(tmp_path, launch={"evaluate": False}, rollout={"max_retries": 0})
+    played.servers[0].script = lambda request: Reply(status=500)
+
+    with pytest.raises(PromptFailedError, match=r"prompt 0 failed 1 times .*rollout_000: ServerFailedError"):
+        played.play()
+
+
+def test_a_request_that_the_server_refuses_ends_the_run_at_once(tmp_path: Path) -> None:
+    played = scene(tmp_path, launch={"evaluate": False})
+    played.servers[0].script = lambda request: Reply(status=400)
+
+    with pytest.raises(RequestRefusedError, match="HTTP 400: scripted failure"):
+        played.play()
+    assert len(played.training_requests()) == 1
+
+
+def test_a_server_that_answers_with_older_weights_than_it_proved_is_not_believed(tmp_path: Path) -> None:
+    played = scene(tmp_path, total_steps=2, launch={"evaluate": False}, rollout={"max_retries": 0})
+
+    def age(answer: dict[str, Any]) -> None:
+        for choice in answer["choices"]:
+            choice["version_segments"] = [[0, len(choice["token_ids"])]]
+
+    played.servers[0].script = lambda request: Reply(change=age)
+
+    with pytest.raises(PromptFailedError, match="answered with weights of version 0, although it proved version 1"):
+        played.play()
+
+
+def test_an_evaluation_with_tokens_of_another_version_fails(tmp_path: Path) -> None:
+    played = scene(tmp_path)
+
+    def renew(answer: dict[str, Any]) -> None:
+        for choice in answer["choices"]:
+            choice["version_segments"] = [[7, len(choice["token_ids"])]]
+
+    played.servers[0].script = lambda request: Reply(change=renew)
+
+    with pytest.raises(EvaluationError, match="tokens of version 7 in the evaluation of version 0"):
+        played.play()
+
+
+def test_a_batch_that_does_not_fill_in_time_says_what_it_waits_for(tmp_path: Path) -> None:
+    played = scene(
+        tmp_path,
+        launch={"evaluate": False},
+        global_resource_planner={"runtime_batch_collection_timeout_s": 1.0},
+    )
+    played.servers[0].script = lambda request: Reply(delay_s=3.0)
+
+    with pytest.raises(
+        BatchCollectionTimeoutError, match=r"batch 0 has 0 of 4 groups .*4 in flight .*rollout_000 \(ready; 8 traj"
+    ):
+        played.play()
+
+
+def test_a_trainer_that_falls_silent_is_named_with_what_it_owes(tmp_path: Path) -> None:
+    played = scene(tmp_path, launch={"evaluate": False}, algorithm={"step_timeout_s": 1.0})
+    played.trainer.silent_at = 1
+
+    with pytest.raises(TrainerSilentError, match=r"step_000001/trained.json from the trainer; steps trained 1"):
+        played.play()
+
+
+def test_a_run_whose_weights_are_never_served_says_so(tmp_path: Path) -> None:
+    played = scene(tmp_path, rollout={"ready_timeout_s": 1.0}, weights={"refresh_timeout_s": 1.0})
+
+    with serving(played.servers), played.context() as context:
+        with pytest.raises(WaitTimeoutError, match=r"v000000.json .*from the trainer") as caught:
+            stage.run(context)
+    assert "rollout_000 (ready)" in caught.value.__notes__[0]
+
+
+def test_a_stop_request_in_the_middle_ends_the_stage_within_its_grace(tmp_path: Path) -> None:
+    played = scene(tmp_path)
+    played.servers[0].script = lambda request: Reply(delay_s=30.0 if request.number == 2 else 0.0)
+
+    with serving(played.servers), training(played.trainer), played.context() as context:
+        stopper = threading.Thread(target=_stop_when_generating, args=(played, context), daemon=True)
+        stopper.start()
+        with pytest.raises(StoppedError):
+            stage.run(context)
+        stopper.join()
+        assert time.monotonic() - played.stopped_s < context.config.launch.stop_grace_s
+
+    assert played.run.read(played.run.summary_json) is None
+    desired = read_desired(played.run)
+    assert desired is not None
+    assert desired.phase == "run"
+
+
+def _stop_when_generating(played: Scene, context: StageContext) -> None:
+    until(lambda: len(played.training_requests()) > 0)
+    played.stopped_s = time.monotonic()
+    context.stop.set()
+
+
+def test_a_wrong_token_is_refused_by_the_server_and_ends_the_run(tmp_path: Path) -> None:
+    played = scene(tmp_path)
+    played.run.token_file.write_text("another token\n")
+
+    with pytest.raises(RequestRefusedError, match="HTTP 401"):
+        played.play()
