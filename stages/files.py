@@ -25,6 +25,10 @@ _FSYNC_THREADS = 8
 _STALE_RETRIES = 3
 
 
+class DamagedRecordError(ValueError):
+    """A record is there, but is not a JSON object."""
+
+
 class WaitTimeoutError(TimeoutError):
     """Something that another process had to write did not appear before the deadline."""
 
@@ -82,16 +86,19 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
     An NFS client may remember for a minute that the file was missing; listing its directory makes it look again, so a
     loop around this function sees a new file as soon as a loop around `list_names` does.
-    Raises ValueError for a file that is not a JSON object: records appear by rename, so a half one is damage, not haste.
+    Raises DamagedRecordError for anything else: records appear by rename, so a half one is damage, not haste.
     """
     text = _read_text(path)
     if text is None and path.name in list_names(path.parent):
         text = _read_text(path)
     if text is None:
         return None
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except ValueError as problem:
+        raise DamagedRecordError(f"{path} is not JSON: {problem}") from problem
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds {type(value).__name__}, wanted a JSON object")
+        raise DamagedRecordError(f"{path} holds {type(value).__name__}, wanted a JSON object")
     return value
 
 
@@ -101,6 +108,8 @@ def _read_text(path: Path) -> str | None:
             return path.read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
+        except UnicodeDecodeError as problem:
+            raise DamagedRecordError(f"{path} is not text: {problem}") from problem
         except OSError as error:
             # NFS: another host replaced the file between our open and our read; the name leads to the new one.
             if error.errno != errno.ESTALE or attempt == _STALE_RETRIES - 1:

@@ -28,11 +28,11 @@ SIZES: dict[str, Any] = {
 }
 
 
-def untied_llama() -> torch.nn.Module:
+def untied_llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
 
 
-def tied_qwen() -> torch.nn.Module:
+def tied_qwen() -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True))
 
 
