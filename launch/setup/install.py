@@ -106,7 +106,8 @@ def _install_packages(project: Path, venv: Path, pins: dict[str, str], torch_ind
     log = venv / "libra-install.log"
     log.write_text("")
     index = ["--extra-index-url", torch_index] if torch_index else []
-    print(f"installing {len(pins)} packages into {venv} (about 1 GB to fetch, a few minutes; log: {log})", flush=True)
+    print(f"bringing {venv} to the {len(pins)} packages of the lock; log: {log}", flush=True)
+    print("  (the first time about 1 GB to fetch, and a few minutes)", flush=True)
     try:
         # The build tool first, at its pin: packages without a wheel are built with it, not with whatever is newest.
         run_pip(venv, ["install", "--no-deps", f"setuptools=={pins['setuptools']}"], log)

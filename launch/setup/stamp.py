@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import configparser
 import hashlib
 import os
 import sys
 from pathlib import Path
 
-# What an installation depends on. A change in any of them installs again (in seconds, when little differs).
-INPUTS = ("requirements/cpu.lock", "setup.cfg", "pyproject.toml")
+# What an installation depends on, besides the packaging sections of setup.cfg. A change in any of them installs again
+# (in seconds, when little differs).
+INPUTS = ("requirements/cpu.lock", "pyproject.toml")
+PACKAGING_SECTIONS = ("metadata", "options")
 STAMP = "libra-installed"
 UNFINISHED = "libra-unfinished"
 
@@ -18,8 +21,16 @@ def fingerprint(project: Path) -> str:
     digest = hashlib.sha256()
     for name in INPUTS:
         digest.update((project / name).read_bytes() + b"\0")
+    digest.update(repr(_packaging(project / "setup.cfg")).encode())
     digest.update(f"{sys.version_info.major}.{sys.version_info.minor}\0{project}".encode())
     return digest.hexdigest()
+
+
+def _packaging(setup_cfg: Path) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The sections that say what gets installed: setup.cfg also holds the settings of test tools."""
+    config = configparser.RawConfigParser()
+    config.read_string(setup_cfg.read_text())
+    return [(name, config.items(name)) for name in config.sections() if name.partition(".")[0] in PACKAGING_SECTIONS]
 
 
 def is_current(venv: Path, wanted: str) -> bool:

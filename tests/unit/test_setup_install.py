@@ -70,12 +70,22 @@ def test_the_second_time_nothing_is_installed(project: Path, pip: Pip) -> None:
     assert len(pip.calls) == number_of_calls
 
 
-@pytest.mark.parametrize("changed", stamp.INPUTS)
-def test_a_change_of_any_input_installs_again(project: Path, pip: Pip, changed: str) -> None:
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [("requirements/cpu.lock", "# new"), ("pyproject.toml", "# new"), ("setup.cfg", "[options]\nzip_safe = False")],
+)
+def test_a_change_of_any_input_installs_again(project: Path, pip: Pip, changed: str, text: str) -> None:
     install(project, project / ".venv", None)
-    (project / changed).write_text((project / changed).read_text() + "\n# new\n")
+    (project / changed).write_text((project / changed).read_text() + f"\n{text}\n")
 
     assert install(project, project / ".venv", None)
+
+
+def test_a_change_of_a_test_tools_settings_installs_nothing(project: Path, pip: Pip) -> None:
+    install(project, project / ".venv", None)
+    (project / "setup.cfg").write_text("[mypy]\nstrict = True\n")
+
+    assert not install(project, project / ".venv", None)
 
 
 def test_only_the_lock_is_installed_and_never_a_dependency(project: Path, pip: Pip) -> None:
