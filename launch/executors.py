@@ -225,12 +225,21 @@ class LocalSubmission(Submission):
 
     def _ask(self) -> tuple[str, str]:
         code = self.job.exit_status()
-        if code is None:
+        if code is None or (code < 0 and self._supervisor_lives()):
             return "running", ""
         self._sweep()
-        how = f"killed by {signal_name(-code)}" if code < 0 else f"exited {code}"
+        how = f"killed by {signal_name(abs(code) % 128)}" if code < 0 or code > 128 else f"exited {code}"
         words = self._supervisor_error()
         return self._last_word() or ("failed", f"supervisor: {how}{f': {words}' if words else ''}")
+
+    def _supervisor_lives(self) -> bool:
+        """A supervisor whose parent was killed stops its steps and says its last word first."""
+        pid = int((self.run.read(self.run.state_json) or {}).get("pid", 0))
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        return pid > 0
 
 
 def choose_mode(config: LibraConfig) -> str:

@@ -35,9 +35,11 @@ class LocalPairJob(LocalJob[Any]):
             self._process.send_signal(signal.SIGTERM)
 
     def exit_status(self) -> int | None:
-        """The supervisor's own (-n: killed by signal n), None while it runs."""
-        code = None if self._process is None else self._process.poll()
-        return 128 - code if code is not None and code > 128 else code
+        """Of the supervisor, as a shell shows it: 128 + n for signal n; None while it runs.
+
+        -n when submitit's controller itself was killed by signal n: the supervisor then ends as well, a little later.
+        """
+        return None if self._process is None else self._process.poll()
 
 
 class LocalPairExecutor(submitit.LocalExecutor):

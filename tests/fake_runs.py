@@ -28,9 +28,10 @@ WORKING = {
 """A run in which all goes well once RUN/go exists."""
 
 
-def fake_plan(layout: str = "single", train_gpus: int = 1, instances: int = 2) -> Plan:
+def fake_plan(layout: str = "single", train_gpus: int = 1, instances: int = 2, rollout_node: int = 0) -> Plan:
+    """One trainer node; the instances on one node: of component 1 (hetjob) or of the only component (single)."""
     component = 1 if layout == "hetjob" else 0
-    placed = tuple(InstancePlacement(f"rollout_{index:03d}", 1, component, 0) for index in range(instances))
+    placed = tuple(InstancePlacement(f"rollout_{index:03d}", 1, component, rollout_node) for index in range(instances))
     return Plan(
         layout=layout,
         layout_reason="a test says so",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from launch.desired_steps import PlacementError, desired_steps
 from launch.hetjob import JobSpecError, job_spec, render, render_job, supervisor_command
 from planner.plan import InstancePlacement, Plan, RolloutLayout, TrainLayout
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "scripts"
 RUN = Path("/scratch/runs/first light")
 
 
@@ -77,18 +76,9 @@ SCRIPTS = {
 }
 
 
-def check_golden(name: str, text: str) -> None:
-    """Compare with tests/golden/scripts/NAME; LIBRA_UPDATE_GOLDEN=1 writes it instead."""
-    path = GOLDEN / name
-    if os.environ.get("LIBRA_UPDATE_GOLDEN") == "1":
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    assert text == path.read_text(), f"{path} differs; LIBRA_UPDATE_GOLDEN=1 rewrites it"
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_script_equals_the_stored_text(name: str) -> None:
-    check_golden(f"{name}.sbatch", render_job(*SCRIPTS[name], RUN))
+def test_script_equals_the_stored_text(name: str, golden: Callable[[str, str], None]) -> None:
+    golden(f"scripts/{name}.sbatch", render_job(*SCRIPTS[name], RUN))
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")

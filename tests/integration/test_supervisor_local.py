@@ -1,0 +1,200 @@
+"""A whole local run with fake stages: launcher -> submitit's controller -> supervisor -> steps, and the death of each.
+
+Fast (no Slurm, no vLLM), but with real processes, real signals and the real chain of parents.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.executors import LocalSubmission, submit
+from launch.sweep import sweep
+from stages.rundir import RunDir
+from tests.fake_runs import await_ready, fake_config, fake_plan, fake_run, go, processes_of, state, until
+from tests.fake_stages import entry
+
+TASKS = ["trainer.0", "trainer.1", "controller.0", "rollout_000.0", "rollout_001.0"]
+SERVING = {"trainer": {"do": "serve"}}
+LIMIT_S = 15.0
+"""From a death to the end of everything (issue: 15 s; grace here is 2 s)."""
+
+
+class LocalRun:
+    def __init__(self, root: Path, behaviours: dict[str, dict[str, Any]]) -> None:
+        self.config, self.plan = fake_config(), fake_plan(train_gpus=2)
+        self.run: RunDir = fake_run(root, self.config, self.plan, behaviours)
+        submission = submit(self.config, self.plan, self.run, entry=entry)
+        assert isinstance(submission, LocalSubmission)
+        self.submission = submission
+        self.pids = await_ready(self.run, TASKS)
+
+    def end(self) -> tuple[str, str]:
+        """The run's last word, once no process of it is left."""
+        until(lambda: self.submission.poll()[0] in ("succeeded", "failed"), LIMIT_S, "the end of the run")
+        word = self.submission.poll()
+        until(lambda: not processes_of(self.run), LIMIT_S, "the end of all processes")
+        return word
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[Any]:
+    made: list[LocalRun] = []
+
+    def start(behaviours: dict[str, dict[str, Any]] | None = None) -> LocalRun:
+        made.append(LocalRun(tmp_path / "run", behaviours or {}))
+        return made[-1]
+
+    yield start
+    for run in made:
+        run.submission.cancel()
+        until(lambda run=run: run.submission.job.exit_status() is not None, 30.0, "the end of a cancelled run")  # type: ignore[misc]
+        sweep(f"{run.run.run_id}.")
+
+
+def test_a_run_that_goes_well_succeeds_and_leaves_nothing(local: Any) -> None:
+    run = local()
+    go(run.run)
+
+    assert run.end() == ("succeeded", "")
+    assert run.submission.exit_code == 0
+    assert run.submission.job.result()["outcome"] == "success"
+    assert {name: step["state"] for name, step in state(run.run)["steps"].items()} == {
+        "trainer": "ended",
+        "controller": "ended",
+        "rollout_000": "stopped",
+        "rollout_001": "stopped",
+    }
+
+
+@pytest.mark.parametrize(
+    "victim, said",
+    [
+        ("trainer.1", "trainer: rank 1 killed by SIGKILL"),
+        ("controller.0", "controller: killed by SIGKILL"),
+        ("rollout_001.0", "rollout_001: killed by SIGKILL"),
+    ],
+)
+def test_a_killed_stage_ends_the_run_and_is_named(local: Any, victim: str, said: str) -> None:
+    run = local(SERVING)
+
+    os.kill(run.pids[victim], signal.SIGKILL)
+
+    assert run.end() == ("failed", said)
+    assert run.submission.exit_code == run.submission.job.exit_status() == 137
+
+
+def test_a_killed_supervisor_takes_every_step_along(local: Any) -> None:
+    run = local({**SERVING, "rollout_000": {"do": "serve", "ignore_term": True, "grandchild": True}})
+
+    os.kill(state(run.run)["pid"], signal.SIGKILL)
+
+    assert run.end() == ("failed", "supervisor: killed by SIGKILL")
+    assert run.submission.exit_code == 1
+
+
+def test_a_killed_controller_of_submitit_ends_the_run_in_order(local: Any) -> None:
+    run = local(SERVING)
+
+    os.kill(int(run.submission.job_id), signal.SIGKILL)
+
+    assert run.end() == ("failed", "supervisor: the launcher ended, and the run with it")
+
+
+def test_a_stage_that_raises_ends_the_run_with_its_exception_and_log(local: Any) -> None:
+    run = local({"trainer": {"do": "fail", "ranks": [0]}})
+    go(run.run)
+
+    state_, reason = run.end()
+
+    assert state_ == "failed"
+    assert "trainer: rank 0 exited 1: tests.fake_stages.FakeStageError: the boiler burst\nat 3 bar" in reason
+    assert "the boiler burst" in state(run.run)["cause"]["log_tail"]
+    log = (run.run.logs / "supervisor.log").read_text()
+    assert "the run failed: trainer: rank 0 exited 1" in log
+
+
+def test_the_supervisor_exits_with_the_stages_own_code(local: Any) -> None:
+    run = local({"controller": {"do": "leave", "code": 7}})
+    go(run.run)
+
+    assert run.end() == ("failed", "controller: exited 7")
+    assert run.submission.job.exit_status() == 7
+
+
+def test_stages_that_ignore_term_do_not_hold_the_run_up(local: Any) -> None:
+    stubborn = {"do": "hang", "ignore_term": True, "grandchild": True}
+    run = local({"trainer": stubborn, "rollout_000": stubborn, "rollout_001": stubborn})
+    started_s = time.monotonic()
+
+    os.kill(run.pids["controller.0"], signal.SIGKILL)
+
+    assert run.end() == ("failed", "controller: killed by SIGKILL")
+    assert time.monotonic() - started_s < 10.0
+
+
+def test_cancelling_stops_everything_and_says_so(local: Any) -> None:
+    run = local(SERVING)
+
+    run.submission.cancel()
+
+    assert run.end() == ("failed", "supervisor: the run was cancelled (SIGTERM)")
+    assert run.submission.exit_code == 143
+
+
+def test_the_warning_before_the_time_limit_ends_the_run(local: Any) -> None:
+    run = local(SERVING)
+
+    os.kill(state(run.run)["pid"], signal.SIGUSR1)
+
+    word, reason = run.end()
+    assert word == "failed"
+    assert "raise slurm.time_min" in reason
+    assert state(run.run)["cause"]["kind"] == "time_limit"
+
+
+LAUNCHER = """
+import sys, time
+from pathlib import Path
+from launch.executors import submit
+from stages.rundir import RunDir
+from tests.fake_runs import fake_config, fake_plan
+from tests.fake_stages import entry
+submit(fake_config(), fake_plan(train_gpus=2), RunDir.open(Path(sys.argv[1]), writer="launcher"), entry=entry)
+time.sleep(600)
+"""
+
+
+def test_a_killed_launcher_takes_the_whole_run_along(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run", fake_config(), fake_plan(train_gpus=2), SERVING)
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(run.root)])
+    try:
+        await_ready(run, TASKS)
+    finally:
+        launcher.kill()
+        launcher.wait(10)
+
+    until(lambda: not processes_of(run), LIMIT_S, "the end of all processes")
+
+    assert state(run)["phase"] == "failed"
+    assert state(run)["cause"]["message"] == "the launcher ended, and the run with it"
+
+
+def test_a_supervisor_that_cannot_start_says_why(tmp_path: Path) -> None:
+    config, plan = fake_config(), fake_plan()
+    run = fake_run(tmp_path / "run", config, plan)
+    run.config_yaml.write_text("train_gpuz: 3\n")
+
+    submission = submit(config, plan, run, entry=entry)
+
+    until(lambda: submission.poll()[0] == "failed", 30.0, "the failure")
+    assert "train_gpuz" in submission.poll()[1]
+    assert processes_of(run) == []
