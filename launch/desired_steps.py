@@ -70,7 +70,8 @@ def _rollout(config: LibraConfig, instance: InstancePlacement) -> StepSpec:
         tasks_per_node=1,
         cpus_per_task=instance.tp * slot_cpus(config),
         gpus_per_node=instance.tp,
-        grace_s=config.launch.stop_grace_s,
+        # The agent gives its server stop_timeout_s, and then has to end itself.
+        grace_s=max(config.launch.stop_grace_s, config.rollout.stop_timeout_s + 2.0),
     )
 
 

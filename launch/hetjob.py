@@ -144,7 +144,7 @@ def render(spec: HetJobSpec, command: str) -> str:
     ]
     if spec.no_kill:
         head.append("#SBATCH --no-kill")
-    body = ["", "set -e", *spec.setup, "export SUBMITIT_EXECUTOR=slurm", f"exec {command}", ""]
+    body = ["", "set -e", *spec.setup, "srun --version", "export SUBMITIT_EXECUTOR=slurm", f"exec {command}", ""]
     blocks = [_component_lines(index, component) for index, component in enumerate(spec.components)]
     separated = blocks[0] + [line for block in blocks[1:] for line in ["#SBATCH hetjob", *block]]
     return "\n".join(head + separated + body)

@@ -50,6 +50,7 @@ def supervise(run_dir: str, attempt: int, entry: Entry = run_stage) -> dict[str,
             job_id=place.job_id,
             entry=entry,
             timeout_min=config.slurm.time_min,
+            failure_grace_s=config.launch.stop_grace_s,
         ).run()
     finally:
         journal.close()

@@ -5,6 +5,7 @@ It starts every step from the main thread, because a step dies (PDEATHSIG) with 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -43,6 +44,7 @@ class Supervisor:
         job_id: str,
         entry: Entry,
         timeout_min: int = 60,
+        failure_grace_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
         judge: Judge = judge,
@@ -55,6 +57,7 @@ class Supervisor:
         self._job_id = job_id
         self._entry = entry
         self._timeout_min = timeout_min
+        self._failure_grace_s = failure_grace_s
         self._clock = clock
         self._pause = pause
         self._judge = judge
@@ -206,12 +209,12 @@ class Supervisor:
 
     # ---- stopping -----------------------------------------------------------------------------------------------
 
-    def _ask(self, tracked: list[Tracked]) -> None:
+    def _ask(self, tracked: list[Tracked], most_grace_s: float = math.inf) -> None:
         asked = [item for item in tracked if item.is_alive and item.asked_s is None]
         if asked:
             self._runner.ask_to_stop([item.step for item in asked])
         for item in asked:
-            item.asked_s = self._clock()
+            item.asked_s, item.grace_s = self._clock(), min(item.spec.grace_s, most_grace_s)
             self._journal.step(item.spec.name, state="stopping")
 
     def _kill_overdue(self) -> None:
@@ -228,13 +231,14 @@ class Supervisor:
         if cause is not None:
             self._journal.fatal(cause)
         self._journal.phase("stopping")
-        self._end_steps()
+        self._end_steps(math.inf if cause is None else self._failure_grace_s)
         self._journal.phase("succeeded" if cause is None else "failed")
 
-    def _end_steps(self) -> None:
+    def _end_steps(self, most_grace_s: float) -> None:
+        """A step has its own grace after a success; after a failure nobody waits longer than `most_grace_s` for it."""
         self._is_ending = True
-        self._ask(list(self._tracked.values()))
-        longest_s = max((item.spec.grace_s for item in self._tracked.values()), default=0.0)
+        self._ask(list(self._tracked.values()), most_grace_s)
+        longest_s = max((item.grace_s for item in self._tracked.values()), default=0.0)
         give_up_s = self._clock() + longest_s + GIVE_UP_S
         self._observe()
         while any(item.is_alive for item in self._tracked.values()) and self._clock() < give_up_s:

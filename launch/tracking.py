@@ -14,11 +14,12 @@ from stages.desired import DesiredState, StepSpec
 class Tracked:
     """A step that was started. All times are of the supervisor's clock.
 
-    `asked_s`: when it was asked to stop; `seen_s`: when its verdict was first seen; `killed_s`: of the last KILL.
+    `asked_s`: when it was asked to stop, with `grace_s` to do so; `seen_s`: when its verdict was first seen; `killed_s`: of the last KILL.
     """
 
     step: Step
     asked_s: float | None = None
+    grace_s: float = 0.0
     ended_s: float | None = None
     seen_s: float | None = None
     killed_s: float | None = None
@@ -40,7 +41,7 @@ class Tracked:
 
     def is_overdue(self, now_s: float, again_s: float) -> bool:
         """Was it asked to stop, has outlived its grace, and had no KILL within `again_s`?"""
-        if not self.is_alive or self.asked_s is None or now_s - self.asked_s < self.spec.grace_s:
+        if not self.is_alive or self.asked_s is None or now_s - self.asked_s < self.grace_s:
             return False
         return self.killed_s is None or now_s - self.killed_s >= again_s
 

@@ -326,6 +326,20 @@ def test_a_step_that_ignores_term_is_killed_after_its_grace() -> None:
         assert grace_s <= run.now_s - 2.0 < grace_s + 1.5
 
 
+def test_a_rollout_has_its_longer_grace_after_a_success_but_not_after_a_failure() -> None:
+    waits = []
+    for over in (True, False):
+        with world(MemoryRunner(stubborn=["rollout_000"])) as run:
+            run.at(2.0, "trainer", DONE if over else KILLED)
+            run.at(2.0, "over", "success")
+            run.at(2.0, "controller", DONE)
+            run.supervise()
+            waits.append(run.now_s - 2.0)
+
+    assert waits[0] >= 12.0
+    assert waits[1] < 8.0
+
+
 def test_a_step_that_cannot_be_started_stops_the_others() -> None:
     with world(MemoryRunner(broken=["controller"])) as run:
         cause = run.supervise()
