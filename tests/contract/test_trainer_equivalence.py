@@ -142,23 +142,17 @@ def make_run(path: Path, tp: int, dp: int) -> None:
     write_batch(run, 1, example_batch())
 
 
-def run_ranks(root: Path, world_size: int) -> None:
+def run_ranks(root: Path, ranks: int) -> None:
     worker = Path(__file__).with_name("trainer_worker.py")
-    command = [sys.executable, "-W", "ignore", str(worker), str(root)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(outputs)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(worker), str(root), str(ranks)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def results(folder: Path, layout: str, model: str) -> dict[str, Any]:

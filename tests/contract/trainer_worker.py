@@ -1,16 +1,18 @@
-"""One trainer rank of test_trainer_equivalence: runs every case in every layout it belongs to, saves what rank 0 sees.
+"""The trainer ranks of test_trainer_equivalence: every layout in turn; rank 0 of a layout saves what it saw.
 
-`python trainer_worker.py FOLDER RANK`: FOLDER/work.json lists layouts, FOLDER/runs/LAYOUT is a run directory,
-FOLDER/results/LAYOUT/MODEL.pt gets the results.
+`python trainer_worker.py FOLDER RANKS`: FOLDER/work.json lists layouts, FOLDER/runs/LAYOUT is a run directory,
+FOLDER/results/LAYOUT/MODEL.pt gets the results. Ranks are forked after the imports, which take longer than the work.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,24 @@ from stages.trainer.parallel import RankGrid, TrainerRanks, connected
 from stages.trainer.policy import Policy
 
 
-def main(folder: Path, rank: int) -> None:
+def main(folder: Path, ranks: int) -> int:
+    """Exit status: 0 when every rank ended well. The first that fails ends the others."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=run_rank, args=(folder, rank)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    running = list(processes)
+    while running:
+        connection.wait([process.sentinel for process in running])
+        for process in [process for process in running if not process.is_alive()]:
+            running.remove(process)
+            if process.exitcode != 0:
+                for other in running:
+                    other.terminate()
+    return int(any(process.exitcode != 0 for process in processes))
+
+
+def run_rank(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     work = json.loads((folder / "work.json").read_text())
     for layout in work["layouts"]:
@@ -120,4 +139,4 @@ def whole_tensors(named: Mapping[str, torch.Tensor], policy: Policy) -> dict[str
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
