@@ -27,7 +27,10 @@ from stages.weights.instances import read_status
 
 
 def generate_only(context: StageContext, steps: int) -> list[dict[str, Any]]:
-    """Generate and score `steps` batches' worth of groups; prints and returns one line for each. Writes no batch."""
+    """Generate and score `steps` batches' worth of groups; prints and returns one line for each. Writes no batch.
+
+    tokens_per_s is the mean since the first request: batches overlap.
+    """
     return asyncio.run(until_stopped(context, _generate(context, steps)))
 
 
@@ -44,7 +47,7 @@ async def _generate(context: StageContext, steps: int) -> list[dict[str, Any]]:
     async with make_client(context) as client:
         answerer = await asyncio.to_thread(make_answerer, context, client)
         dispatcher = Dispatcher(answerer, Ledger(None), bounds, training_sampling(config), make_limits(config))
-        last_s = time.monotonic()
+        started_s = time.monotonic()
         try:
             while len(lines) < steps:
                 dispatcher.fill(0)
@@ -52,9 +55,9 @@ async def _generate(context: StageContext, steps: int) -> list[dict[str, Any]]:
                 if groups is None:
                     await dispatcher.wait(POLL_S)
                     continue
-                now = time.monotonic()
-                lines.append(_line(groups, len(lines), now - last_s))
-                last_s = now
+                lines.append(_line(groups, len(lines)))
+                tokens = sum(line["response_tokens"] for line in lines)
+                lines[-1]["tokens_per_s"] = tokens / (time.monotonic() - started_s)
                 print(json.dumps(lines[-1]), flush=True)
         finally:
             await dispatcher.close()
@@ -81,14 +84,12 @@ def _served_version(context: StageContext) -> int:
     return versions.pop()
 
 
-def _line(groups: list[FinishedGroup], step: int, seconds: float) -> dict[str, Any]:
+def _line(groups: list[FinishedGroup], step: int) -> dict[str, Any]:
     rewards = [reward for group in groups for reward in group.rewards]
-    tokens = sum(group.response_tokens for group in groups)
     return {
         "step": step,
         "reward": fmean(rewards),
         "reward_std": pstdev(rewards),
-        "response_tokens": tokens,
-        "tokens_per_s": tokens / seconds,
+        "response_tokens": sum(group.response_tokens for group in groups),
         "oldest_version": min(group.oldest_version for group in groups),
     }

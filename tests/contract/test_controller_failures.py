@@ -14,12 +14,14 @@ from stages.controller import stage
 from stages.controller.client import RequestRefusedError
 from stages.controller.dispatcher import PromptFailedError
 from stages.controller.evaluation import EvaluationError
+from stages.controller.ledger import read_ledger
 from stages.controller.loop import BatchCollectionTimeoutError
 from stages.controller.progress import TrainerSilentError
 from stages.desired import read_desired
 from stages.files import WaitTimeoutError
 from tests.controller_kit import (
     Reply,
+    Request,
     serving,
     training,
     until,
@@ -178,3 +180,34 @@ def test_a_wrong_token_is_refused_by_the_server_and_ends_the_run(tmp_path: Path)
 
     with pytest.raises(RequestRefusedError, match="HTTP 401"):
         played.play()
+
+
+def test_requests_cut_off_by_a_restart_are_repeated_without_blame(tmp_path: Path) -> None:
+    played = scene(
+        tmp_path,
+        total_steps=1,
+        rollout_weight_reload_method="restart",
+        launch={"evaluate": False},
+        rollout={"max_retries": 0},
+    )
+    server = played.servers[0]
+
+    def script(request: Request) -> Reply:
+        if request.number > 0:
+            return Reply()
+        server.state = "reloading"
+        server.register()
+        return Reply(status=0)
+
+    def come_back() -> None:
+        path = played.run.ledger / "attempt_000.jsonl"
+        until(lambda: path.exists() and read_ledger(path).dropped == 4)
+        server.state = "ready"
+
+    server.script = script
+    thread = threading.Thread(target=come_back, daemon=True)
+    thread.start()
+    summary = played.play()
+    thread.join()
+
+    assert summary["groups"]["dropped"] == {"interrupted": 4}
