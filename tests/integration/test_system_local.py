@@ -1,0 +1,136 @@
+"""The demo on this machine, short: a whole run, and what happens when one of its processes is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from stages.rundir import RunDir
+from tests.system_kit import DEATH_DEADLINE_S, SystemRun, launched, metrics
+from traces.run import RunTrace
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+TOTAL_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> SystemRun:
+    run_dir = tmp_path_factory.mktemp("local") / "run"
+    with launched(run_dir, f"total_steps={TOTAL_STEPS}", "task.test_size=50") as run:
+        run.wait_for_step(0)
+        assert run.wait(200) == 0, run.output()
+    return run
+
+
+def test_a_short_demo_ends_with_a_complete_summary(finished: SystemRun) -> None:
+    summary = finished.record("summary.json")
+
+    wanted = {
+        *("reward_before", "reward_after", "sampled_before", "sampled_after", "steps", "wall_s"),
+        *("phase_s", "weight_refresh_s", "checkpoint", "attempts"),
+    }
+    assert wanted <= set(summary)
+    assert (summary["steps"], summary["attempts"]) == (TOTAL_STEPS, 1)
+    assert len(summary["weight_refresh_s"]) == TOTAL_STEPS + 1
+
+
+def test_a_short_demo_leaves_no_process_and_no_port(finished: SystemRun) -> None:
+    finished.assert_nothing_is_left()
+
+
+def test_transformers_loads_the_final_checkpoint(finished: SystemRun) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    checkpoint = finished.record("summary.json")["checkpoint"]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+
+    ids = tokenizer("spell this word backward (example: sun -> nus): word", return_tensors="pt")
+    assert model.generate(input_ids=ids["input_ids"], max_new_tokens=4).shape[1] > ids["input_ids"].shape[1]
+
+
+def test_vllm_and_trainer_agree_on_every_token_of_fresh_weights(finished: SystemRun) -> None:
+    receipts = [finished.record(f"batches/step_{step:06d}/trained.json") for step in range(TOTAL_STEPS)]
+    fresh = [
+        receipt["logprob_difference_max"]
+        for receipt in receipts
+        if finished.record(f"batches/step_{receipt['step']:06d}/manifest.json")["newest_version"] == receipt["step"]
+    ]
+
+    assert fresh
+    assert max(fresh) < 1e-3
+
+
+def test_every_version_was_acknowledged_with_a_proof(finished: SystemRun) -> None:
+    for version in range(TOTAL_STEPS + 1):
+        ack = finished.record(f"control/acks/v{version:06d}/rollout_000.loaded.json")
+        assert ack["proof"]["max_difference"] <= ack["proof"]["tolerance"] == 1e-3
+
+
+def test_a_run_keeps_only_its_newest_weights(finished: SystemRun) -> None:
+    run = RunDir.open(finished.run_dir, writer="test")
+
+    assert TOTAL_STEPS in run.published_versions()
+    assert len(run.published_versions()) <= 4
+
+
+def test_metrics_hold_every_step_and_both_evaluations(finished: SystemRun) -> None:
+    lines = metrics(finished.run_dir)
+
+    assert [line["step"] for line in lines if "event" not in line] == list(range(TOTAL_STEPS))
+    assert [line["version"] for line in lines if line.get("event") == "evaluation"] == [0, TOTAL_STEPS]
+
+
+def test_the_trace_of_a_run_has_all_three_stages(finished: SystemRun) -> None:
+    roles = {process.role for process in RunTrace(finished.run_dir).processes()}
+
+    assert {"controller", "rollout", "trainer"} <= roles
+
+
+def test_nothing_secret_is_readable_or_on_a_command_line(finished: SystemRun) -> None:
+    assert finished.run_dir.stat().st_mode & 0o077 == 0
+    token = (finished.run_dir / "token").read_text().strip()
+
+    logs = "".join(path.read_text(errors="replace") for path in (finished.run_dir / "attempts/0/logs").iterdir())
+    assert token not in logs
+
+
+def kill_supervisor(run: SystemRun) -> None:
+    os.kill(run.record("attempts/0/state.json")["pid"], signal.SIGKILL)
+
+
+def kill_server(run: SystemRun) -> None:
+    os.kill(run.record("instances/rollout_000.json")["server_pid"], signal.SIGKILL)
+
+
+def kill_stage(name: str):
+    def kill(run: SystemRun) -> None:
+        os.kill(run.stage_pids(name)[0], signal.SIGKILL)
+
+    return kill
+
+
+@pytest.mark.parametrize(
+    ("victim", "kill", "wanted"),
+    [
+        ("trainer", kill_stage("trainer"), "trainer: killed by SIGKILL"),
+        ("vllm server", kill_server, "rollout_000"),
+        ("controller", kill_stage("controller"), "controller: killed by SIGKILL"),
+        ("supervisor", kill_supervisor, "supervisor"),
+    ],
+    ids=["trainer", "vllm-server", "controller", "supervisor"],
+)
+def test_a_killed_process_ends_the_run_with_its_name_and_leaves_nothing(
+    tmp_path: Path, victim: str, kill, wanted: str
+) -> None:
+    with launched(tmp_path / "run", "total_steps=1000", "launch.evaluate=false") as run:
+        run.wait_for_step(1)
+
+        kill(run)
+
+        assert run.wait(DEATH_DEADLINE_S) != 0
+        assert wanted in run.output(), victim
+        run.assert_nothing_is_left()
