@@ -6,8 +6,6 @@ PY := $(VENV)/bin/python
 PYTHON ?=
 # More options for `make demo` and `make demo-slurm`, such as ARGS="total_steps=20 seed=1".
 ARGS ?=
-# Numeric libraries otherwise start a thread per core in every process of a run.
-export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo demo-slurm trace test test-fast lint format type golden devcluster-up devcluster-down lock clean
@@ -49,7 +47,7 @@ type: venv  ## mypy alone
 	$(PY) -m mypy
 
 golden: venv  ## Write the stored texts in tests/golden anew; look at the difference before committing it
-	LIBRA_UPDATE_GOLDEN=1 $(PY) -m pytest -q tests/unit
+	LIBRA_UPDATE_GOLDEN=1 $(PY) -m pytest -q tests/unit -k stored
 
 devcluster-up: venv  ## Start a private Slurm of four nodes on this machine
 	@$(PY) -m launch.devcluster up

@@ -30,6 +30,8 @@ def pytest_configure() -> None:
     """Tests see no Slurm but the one they start, also when they run inside somebody's job."""
     for name in [name for name in os.environ if name.startswith(FOREIGN_PREFIXES)]:
         del os.environ[name]
+    # Several processes with a thread per core each would wait for one another on a small machine.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
