@@ -55,6 +55,11 @@ class RankGrid:
 
         return cpu_shim.cuda_names()
 
+    def synchronize(self) -> None:
+        """Wait for this rank's GPU, so that a measured phase contains the work that it started."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def any_rank(self, flag: bool) -> bool:
         """True on every rank when `flag` is true on at least one; collective over all ranks."""
         value = torch.tensor([int(flag)], dtype=torch.int32, device=self.device)

@@ -164,4 +164,5 @@ class Trainer:
         """Record a phase, and add its length to `seconds[phase]`."""
         with self.context.recorder.span(phase, version=version) as span:
             yield
+            self.grid.synchronize()
         seconds[phase] += span.duration_s

@@ -1,4 +1,4 @@
-"""The trainer stage against the run directory: two ranks, one instance and a controller played by this test.
+"""The trainer stage against the run directory: four ranks, one instance and a controller played by this test.
 
 The instance loads each published folder with transformers, so a version that it acknowledges is one that an independent
 program can read; the controller's batches carry that model's log-probs as the behaviour policy.
@@ -30,7 +30,8 @@ from stages.weights import apply, reader
 from stages.weights.manifest import Manifest
 from stages.weights.records import Loaded, Prepared, Proof
 
-RANKS = 2
+TP, DP = 2, 2
+RANKS = TP * DP
 INSTANCE = "rollout_000"
 WAIT_S = 100.0
 VOCAB = 40
@@ -56,31 +57,26 @@ class Story:
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     run = make_run(tmp_path_factory.mktemp("stage"))
-    script = Path(__file__).with_name("trainer_rank.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(script), str(run.root), str(rank), str(RANKS)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
+    script = Path(__file__).with_name("trainer_ranks.py")
+    trainer = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(script), str(run.root), str(RANKS)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     told = Story(run)
     try:
         for version in range(STEPS_SERVED + 1):
-            policy = serve(told, version, ranks)
+            policy = serve(told, version, trainer)
             if version < STEPS_SERVED:
                 write_batch(run, version, generated_batch(policy, version))
-        for rank in ranks:
-            rank.send_signal(signal.SIGTERM)
-        told.output = "\n".join(rank.communicate(timeout=WAIT_S)[0] for rank in ranks)
+        trainer.send_signal(signal.SIGTERM)
+        told.output = trainer.communicate(timeout=WAIT_S)[0]
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    told.exit_codes = [rank.returncode for rank in ranks]
+        trainer.kill()
+        trainer.wait()
+    told.exit_codes = json.loads(told.output.splitlines()[-1])
     return told
 
 
@@ -103,6 +99,7 @@ def make_run(root: Path) -> RunDir:
     config = LibraConfig(
         model_path=str(root / "model"),
         train_gpus=RANKS,
+        train_tp_size=TP,
         train_dtype="float32",
         total_steps=5,
         learning_rate=1e-2,
@@ -113,18 +110,17 @@ def make_run(root: Path) -> RunDir:
     )
     OmegaConf.save(OmegaConf.create(asdict(config)), run.config_yaml)
     rollout = RolloutLayout(1, 1, 1, (InstancePlacement(INSTANCE, 1, 1, 0),))
-    plan = Plan("hetjob", "test", "cpu", TrainLayout(RANKS, 1, RANKS, 1, 1, 1, RANKS, 3), rollout)
+    plan = Plan("hetjob", "test", "cpu", TrainLayout(RANKS, 1, RANKS, TP, 1, 1, DP, 3), rollout)
     run.write(run.plan_json, plan.to_dict())
     return run
 
 
-def serve(told: Story, version: int, ranks: list[subprocess.Popen[str]]) -> LlamaForCausalLM:
+def serve(told: Story, version: int, trainer: subprocess.Popen[str]) -> LlamaForCausalLM:
     """Play the instance: take the request for `version`, verify, load, prove, acknowledge; wait until it counts."""
     agent = RunDir.open(told.run.root, writer=INSTANCE, attempt=0)
 
     def check() -> None:
-        for rank in ranks:
-            assert rank.poll() is None, rank.communicate()[0]
+        assert trainer.poll() is None, trainer.communicate()[0]
 
     request = wait_for(
         lambda: apply.pending_request(agent, INSTANCE, version - 1),
@@ -141,7 +137,7 @@ def serve(told: Story, version: int, ranks: list[subprocess.Popen[str]]) -> Llam
     told.manifests.append(manifest)
     told.probe_differences.append(float(difference))
     proof = Proof(float(difference), 1e-3, len(ids) - 1)
-    apply.write_prepared(agent, Prepared(INSTANCE, version, manifest.digest, manifest.total_bytes, 0.0, "test"))
+    apply.write_prepared(agent, Prepared(INSTANCE, version, manifest.digest, manifest.weight_bytes, 0.0, "test"))
     times = dict.fromkeys(
         ("lock_wait_s", "process_stop_s", "model_load_s", "total_reload_s", "paused_s", "prepare_s"), 0.0
     )
@@ -226,7 +222,7 @@ def test_the_receipt_tells_what_the_step_did(story: Story) -> None:
 
 
 def test_ranks_that_are_asked_to_stop_leave_together(story: Story) -> None:
-    assert story.exit_codes == [3, 3], story.output
+    assert story.exit_codes == [3] * RANKS, story.output
 
 
 def test_each_rank_leaves_a_trace_of_its_phases(story: Story) -> None:
