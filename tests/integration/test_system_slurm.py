@@ -1,0 +1,95 @@
+"""The demo as a heterogeneous job on the private Slurm: a whole run, and what happens when a process is killed."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.devcluster.cluster import DevCluster
+from tests.integration.test_system_local import kill_server, kill_stage, kill_supervisor
+from tests.system_kit import DEATH_DEADLINE_S, SystemRun, launched
+
+pytestmark = [pytest.mark.slurm, pytest.mark.vllm, pytest.mark.timeout(500)]
+TOTAL_STEPS = 3
+IDLE_DEADLINE_S = 15.0
+
+
+def squeue(devcluster: DevCluster, *arguments: str) -> list[str]:
+    done = subprocess.run(
+        ["squeue", "-h", *arguments], env=devcluster.env(), capture_output=True, text=True, timeout=30, check=True
+    )
+    return done.stdout.split()
+
+
+def assert_the_queue_is_empty(devcluster: DevCluster) -> None:
+    end = time.monotonic() + IDLE_DEADLINE_S
+    while squeue(devcluster, "-o", "%i") and time.monotonic() < end:
+        time.sleep(0.2)
+    assert squeue(devcluster, "-o", "%i %T") == []
+
+
+@pytest.fixture(scope="module")
+def finished(devcluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[SystemRun, list[str]]:
+    """A short run with two instances, and the job ids that squeue showed while it trained."""
+    run_dir = tmp_path_factory.mktemp("slurm") / "run"
+    overrides = ("cluster=devcluster", "rollout_gpus=2", f"total_steps={TOTAL_STEPS}", "task.test_size=50")
+    with launched(run_dir, *overrides, env=devcluster.env()) as run:
+        run.wait_for_step(0)
+        jobs = squeue(devcluster, "-o", "%i")
+        assert run.wait(300) == 0, run.output()
+    return run, jobs
+
+
+def test_squeue_shows_two_components_of_one_job(finished: tuple[SystemRun, list[str]]) -> None:
+    _, jobs = finished
+
+    assert len(jobs) == 2
+    leader = jobs[0].partition("+")[0]
+    assert sorted(jobs) == [f"{leader}+0", f"{leader}+1"]
+
+
+def test_two_instances_acknowledged_every_version(finished: tuple[SystemRun, list[str]]) -> None:
+    run, _ = finished
+
+    for version in range(TOTAL_STEPS + 1):
+        for instance in ("rollout_000", "rollout_001"):
+            assert run.record(f"control/acks/v{version:06d}/{instance}.loaded.json")["version"] == version
+
+
+def test_a_finished_job_reports_success_without_sacct_and_leaves_nothing(
+    finished: tuple[SystemRun, list[str]], devcluster: DevCluster
+) -> None:
+    run, _ = finished
+
+    assert run.record("attempts/0/state.json")["phase"] == "succeeded"
+    assert run.record("summary.json")["steps"] == TOTAL_STEPS
+    run.assert_nothing_is_left()
+    assert_the_queue_is_empty(devcluster)
+
+
+@pytest.mark.parametrize(
+    ("kill", "wanted"),
+    [
+        (kill_stage("trainer"), "trainer: killed by SIGKILL"),
+        (kill_server, "rollout_000"),
+        (kill_stage("controller"), "controller: killed by SIGKILL"),
+        (kill_supervisor, "supervisor"),
+    ],
+    ids=["trainer", "vllm-server", "controller", "supervisor"],
+)
+def test_a_killed_process_ends_the_job_with_its_name_and_leaves_nothing(
+    tmp_path: Path, devcluster: DevCluster, kill, wanted: str
+) -> None:
+    overrides = ("cluster=devcluster", "total_steps=1000", "launch.evaluate=false")
+    with launched(tmp_path / "run", *overrides, env=devcluster.env()) as run:
+        run.wait_for_step(0)
+
+        kill(run)
+
+        assert run.wait(DEATH_DEADLINE_S) != 0
+        assert wanted in run.output()
+        run.assert_nothing_is_left()
+    assert_the_queue_is_empty(devcluster)
