@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -131,6 +132,20 @@ def make_directory(path: Path) -> Path:
     for missing in reversed([parent for parent in (path, *path.parents) if not parent.is_dir()]):
         missing.mkdir(mode=0o700, exist_ok=True)
     return path
+
+
+def remove_tree(path: Path) -> bool:
+    """Remove a directory; False when a file in it is still open, so that something stays until the next attempt.
+
+    NFS keeps an open file under another name, which makes its directory "not empty" or "busy".
+    """
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
+            raise
+        return False
+    return True
 
 
 def wait_for(

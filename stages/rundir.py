@@ -18,7 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stages.files import fsync_path, fsync_paths, json_text, list_names, make_directory, read_json, write_json_atomic
+from stages.files import (
+    fsync_path,
+    fsync_paths,
+    json_text,
+    list_names,
+    make_directory,
+    read_json,
+    remove_tree,
+    write_json_atomic,
+)
 
 SCHEMA_VERSION = 1
 _VERSION_NAME = re.compile(r"^v(\d{6,})$")
@@ -331,7 +340,7 @@ class Publication:
         else:
             self.run.write(*pointer)  # its fsync of the common parent covers both names
         if trash is not None:
-            shutil.rmtree(trash)
+            remove_tree(trash)
 
     def _write_manifest(self, payload: dict[str, Any]) -> None:
         """Not by rename: nobody looks into the directory before it has its name."""

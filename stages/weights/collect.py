@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from conf.schema import WeightsConfig
 from stages.context import StageContext
-from stages.files import list_names
+from stages.files import list_names, remove_tree
 from stages.rundir import RunDir
 from stages.weights.instances import read_statuses
 
@@ -62,7 +61,7 @@ def sweep_leftovers(run: RunDir, folder: Path) -> tuple[str, ...]:
         if _LEFTOVER_RECORD.match(name):
             (folder / name).unlink(missing_ok=True)
         elif (match := _LEFTOVER_FOLDER.match(name)) and int(match["attempt"] or -1) < run.attempt:
-            shutil.rmtree(folder / name)
+            remove_tree(folder / name)
         else:
             continue
         removed.append(name)
@@ -123,4 +122,4 @@ def _remove(run: RunDir, folders: Iterable[Path]) -> None:
         run.check_fence()
         trash = folder.with_name(f".{folder.name}.trash-{secrets.token_hex(4)}")
         os.rename(folder, trash)
-        shutil.rmtree(trash)
+        remove_tree(trash)

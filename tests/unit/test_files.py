@@ -24,6 +24,7 @@ from stages.files import (
     list_names,
     make_directory,
     read_json,
+    remove_tree,
     wait_for,
     write_bytes_atomic,
     write_json_atomic,
@@ -180,6 +181,27 @@ def test_an_error_of_any_fsync_is_reported(tmp_path: Path) -> None:
 
     with pytest.raises(FileNotFoundError):
         fsync_paths([tmp_path / "a", tmp_path / "b", tmp_path])
+
+
+@pytest.mark.parametrize("code, gone", [(errno.ENOTEMPTY, False), (errno.EBUSY, False), (None, True)])
+def test_a_tree_that_someone_still_reads_is_left_for_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, gone: bool
+) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, "in use")
+
+    if code is not None:
+        monkeypatch.setattr(os, "rmdir", refuse)
+
+    assert remove_tree(tmp_path / "a") is gone
+    assert (tmp_path / "a").exists() is not gone
+
+
+def test_a_tree_that_cannot_be_removed_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        remove_tree(tmp_path / "nowhere")
 
 
 def test_waiting_ends_with_what_was_found() -> None:
