@@ -6,14 +6,17 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from stages.trainer.architecture import Architecture, ModelError, ModelFolderError
 from stages.trainer.mapping import Piece, hf_tensors, pieces
-from stages.trainer.parallel import RankGrid
 from stages.weights.tensors import LocalTensor
+
+if TYPE_CHECKING:
+    from stages.trainer.parallel import RankGrid
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
