@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,14 @@ def test_an_answer_that_the_trainer_would_refuse_fails_where_it_is_made(run: Run
         write_nack(run, Nack("rollout_000", 1, "ab", "unknown phase", "error", 0))
 
     assert not run.acks(1).exists()
+
+
+def test_the_protocol_needs_no_torch() -> None:
+    modules = ("apply", "collect", "instances", "layout", "manifest", "records", "refresh")
+    imports = ", ".join(f"stages.weights.{name}" for name in modules)
+    command = [sys.executable, "-c", f"import sys, {imports}; sys.exit('torch' in sys.modules)"]
+
+    assert subprocess.run(command, check=False, timeout=60).returncode == 0
 
 
 # ---- registration and heartbeat ----------------------------------------------------------------------------------
