@@ -160,9 +160,19 @@ class WeightsConfig:
     dtype: str = option("bfloat16", effect="Number format of published weights", choices=("float32", "bfloat16"))
     max_file_bytes: float = option(4e9, effect="Largest safetensors file of one version", unit="bytes", minimum=1e4)
     keep_versions: int = option(2, effect="Newest versions that are never collected", minimum=2)
-    keep_records: int = option(1000, effect="Newest refresh requests and results that are kept; ACKs are kept for the whole run", unit="versions", minimum=2)
+    keep_records: int = option(
+        1000,
+        effect="Newest refresh requests and results that are kept; ACKs are kept for the whole run",
+        unit="versions",
+        minimum=2,
+    )
     keep_batches: int = option(64, effect="Newest trained batches that are kept for replay", unit="batches", minimum=4)
-    io_threads: int = option(0, effect="Threads that copy, hash, read and write weights in one process; 0 takes its processors, at most 16", unit="threads", minimum=0)
+    io_threads: int = option(
+        0,
+        effect="Threads that copy, hash, read and write weights in one process; 0 takes its processors, at most 16",
+        unit="threads",
+        minimum=0,
+    )
     refresh_timeout_s: float = option(
         600.0, effect="Time all instances have to load and prove a version", unit="s", minimum=1.0
     )
