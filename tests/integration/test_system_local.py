@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,7 @@ def kill_server(run: SystemRun) -> None:
     os.kill(run.record("instances/rollout_000.json")["server_pid"], signal.SIGKILL)
 
 
-def kill_stage(name: str):
+def kill_stage(name: str) -> Callable[[SystemRun], None]:
     def kill(run: SystemRun) -> None:
         os.kill(run.stage_pids(name)[0], signal.SIGKILL)
 
@@ -124,7 +125,7 @@ def kill_stage(name: str):
     ids=["trainer", "vllm-server", "controller", "supervisor"],
 )
 def test_a_killed_process_ends_the_run_with_its_name_and_leaves_nothing(
-    tmp_path: Path, victim: str, kill, wanted: str
+    tmp_path: Path, victim: str, kill: Callable[[SystemRun], None], wanted: str
 ) -> None:
     with launched(tmp_path / "run", "total_steps=1000", "launch.evaluate=false") as run:
         run.wait_for_step(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_a_finished_job_reports_success_without_sacct_and_leaves_nothing(
     ids=["trainer", "vllm-server", "controller", "supervisor"],
 )
 def test_a_killed_process_ends_the_job_with_its_name_and_leaves_nothing(
-    tmp_path: Path, devcluster: DevCluster, kill, wanted: str
+    tmp_path: Path, devcluster: DevCluster, kill: Callable[[SystemRun], None], wanted: str
 ) -> None:
     overrides = ("cluster=devcluster", "total_steps=1000", "launch.evaluate=false")
     with launched(tmp_path / "run", *overrides, env=devcluster.env()) as run:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -20,7 +22,7 @@ def test_every_shipped_experiment_composes(experiment: str) -> None:
     assert isinstance(config, LibraConfig)
 
 
-def test_a_written_configuration_reads_back_the_same(tmp_path) -> None:
+def test_a_written_configuration_reads_back_the_same(tmp_path: Path) -> None:
     config = compose(["+experiment=demo", "total_steps=7"])
     path = tmp_path / "config.yaml"
     path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))

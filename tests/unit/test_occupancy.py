@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_a_running_run_is_refused_even_with_replace(tmp_path: Path, monkeypatch:
     counter = itertools.count()
     real_read = RunDir.read
 
-    def read_with_heartbeat(self: RunDir, path: Path, *, any_attempt: bool = False) -> dict | None:
+    def read_with_heartbeat(self: RunDir, path: Path, *, any_attempt: bool = False) -> dict[str, Any] | None:
         if path == run.state_json:
             return {"phase": "running", "heartbeat": next(counter)}
         return real_read(self, path, any_attempt=any_attempt)

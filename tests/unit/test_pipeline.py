@@ -124,7 +124,7 @@ def test_a_full_disk_is_refused_with_wanted_available_and_option(
 ) -> None:
     prepared = pipeline.prepare(["+experiment=demo", f"launch.run_dir={tmp_path}/run"])
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr("launch.machine.shutil.disk_usage", lambda _: usage)
 
     found = machine.space_problems(prepared.config, from_model_config(prepared.config.model), prepared.run_dir)
 
