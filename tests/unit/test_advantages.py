@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -86,3 +87,13 @@ def test_groups_too_stale_for_a_step_are_given_back() -> None:
 
     assert [member.group for member in expired] == [0]
     assert len(waiting) == 1
+
+
+def test_one_old_token_makes_the_whole_group_old() -> None:
+    fresh = group(0, [0.0, 1.0], version=4)
+    mixed = replace(fresh, completions=[fresh.completions[0], replace(fresh.completions[1], versions=[2, 4])])
+    waiting = WaitingGroups()
+    waiting.add(mixed)
+
+    assert mixed.oldest_version == 2
+    assert waiting.expire(Bounds(1, 1, 10, 100), step=4) == [mixed]
