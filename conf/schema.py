@@ -129,7 +129,7 @@ class RolloutConfig:
     )
     kv_cache_bytes: float = option(
         0.0,
-        effect="KV cache on CPU (VLLM_CPU_KVCACHE_SPACE), rounded up to GiB; 0 leaves vLLM's default",
+        effect="KV cache of one instance on CPU; 0 takes rollout.gpu_memory_utilization of the node's memory",
         unit="bytes",
         minimum=0.0,
     )

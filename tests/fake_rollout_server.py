@@ -1,6 +1,6 @@
 """A stand-in for `stages.rollout.server`: same environment and endpoints, no vLLM. Its misdeeds come as FAKE_* variables.
 
-FAKE_START: "exit" (dies with a message), "address" (as if vLLM had lost a port, once), "never" (never listens), "open"
+FAKE_START: "exit" (dies with a message), "noisy" (the same, then 42 lines of noise), "address" (as if vLLM had lost a port, once), "never" (never listens), "open"
 (answers without a token), "slow" (half a second). FAKE_STOP: "stubborn" (ignores TERM). FAKE_CHILD=1 leaves a child
 in a session of its own. FAKE_PREPARE, FAKE_COMMIT, FAKE_PROVE: a JSON list [status, body] to answer with, or "die".
 """
@@ -62,6 +62,9 @@ class Handler(BaseHTTPRequestHandler):
 def misbehave(start: str) -> None:
     if start == "exit":
         sys.exit("the model is made of cheese")
+    if start == "noisy":
+        noise = ["nanobind: leaked 40 types!", *[f' - leaked type "{index}"' for index in range(40)], " - ... skipped"]
+        sys.exit("\n".join(["the model is made of cheese", *noise]))
     if start == "never":
         signal.pause()
     if start == "slow":

@@ -47,7 +47,6 @@ _UNSAFE_VARIABLES = (
     "VLLM_API_KEY",
     "VLLM_SERVER_DEV_MODE",
     "VLLM_ALLOW_INSECURE_SERIALIZATION",
-    "VLLM_ENGINE_READY_TIMEOUT_S",
 )
 
 
@@ -74,7 +73,7 @@ def server_command(
     Raises RolloutOptionError for an entry of rollout.extra_args that would undo what Libra sets.
     """
     on_cpu = config.hardware.device == "cpu"
-    arguments = [config.launch.python or sys.executable, "-m", "stages.rollout.server"]
+    arguments = [sys.executable, "-m", "stages.rollout.server"]
     arguments += ["--model", settings.start_folder, "--served-model-name", SERVED_MODEL_NAME]
     if config.tokenizer_path:
         arguments += ["--tokenizer", config.tokenizer_path]
@@ -126,6 +125,8 @@ def _common_environment(scratch: Path, server_id: str) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
+        # vLLM's 5 s equal the time after which httpx drops idle connections: one may close just as a request goes out.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
         "PYTHONUNBUFFERED": "1",
     }
 

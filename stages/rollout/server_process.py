@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import select
 import shutil
@@ -23,6 +24,8 @@ from stages.rollout.settings import ServerSettings
 _TAIL_LINES = 30
 _TAIL_BYTES = 16 << 10
 _KILL_WAIT_S = 5.0
+_NOISE = re.compile(r"nanobind: | - (leaked|\.\.\.) |See https://nanobind")
+"""What triton's bindings print when any process that imported them exits; it would push the reason out of the tail."""
 
 
 @dataclass
@@ -48,8 +51,9 @@ class ServerProcess:
         server_id = f"{settings.instance}-{secrets.token_hex(4)}"
         scratch = node_folder(settings.run_id) / server_id
         host = listen_address()
-        with bound_socket(host) as listening, log_path.open("ab") as log:
-            port = listening.getsockname()[1]
+        log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with bound_socket(host) as listening, os.fdopen(log_fd, "ab") as log:
+            port, log_start = listening.getsockname()[1], log_path.stat().st_size
             command = server_command(
                 config,
                 replace(settings, listen_fd=listening.fileno()),
@@ -71,7 +75,7 @@ class ServerProcess:
                 process_group=0,
             )
             pidfds = {process.pid: os.pidfd_open(process.pid)}
-            return cls(process, server_id, f"http://{host}:{port}", log_path, log.tell(), scratch, pidfds)
+            return cls(process, server_id, f"http://{host}:{port}", log_path, log_start, scratch, pidfds)
 
     @property
     def pid(self) -> int:
@@ -104,7 +108,7 @@ class ServerProcess:
         with self.log_path.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(self.log_start, end - _TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
+            lines = [line for line in log.read().decode(errors="replace").splitlines() if not _NOISE.match(line)]
         return "\n".join(lines[-_TAIL_LINES:]) or "(it wrote nothing)"
 
     def stop(self, timeout_s: float) -> None:

@@ -450,7 +450,7 @@ def test_the_proof_catches_a_silent_fault_of_the_engine(faulty: Faulty, version:
     assert faulty.largest_difference(faulty.generate([[5, 6, 7]]), [[5, 6, 7]]) < 1e-3
 
 
-# ---- a start that fails ----------------------------------------------------------------------------------------------
+# ---- starts that come to nothing ----------------------------------------------------------------------------------------------
 
 
 def test_a_vllm_that_cannot_start_is_reported_with_its_own_words(tmp_path: Path) -> None:
@@ -466,3 +466,28 @@ def test_a_vllm_that_cannot_start_is_reported_with_its_own_words(tmp_path: Path)
     assert agent.returncode != 0
     assert "VllmStartError" in agent.stderr
     assert "invalid int value: 'thirty'" in agent.stderr
+
+
+def test_an_agent_that_is_killed_while_its_server_starts_leaves_no_process(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", cpu_config(save_model(tiny_model(0), tmp_path / "model")))
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, str(run.root)], cwd=REPOSITORY)
+    try:
+        status = wait_for(
+            lambda: found if (found := run.read(run.instance_json(NAME))) and found["server_pid"] else None,
+            deadline_s=60,
+            awaited="a server",
+            from_whom="the agent",
+        )
+        server_id = environment_of(status["server_pid"])[SERVER_ID_VARIABLE]
+        log = run.logs / f"{NAME}.server.log"
+        wait_for(lambda: log.stat().st_size or None, deadline_s=60, awaited="output", from_whom="vLLM")
+    finally:
+        agent.kill()
+        agent.wait()
+
+    wait_for(
+        lambda: None if marked_pids(server_id) else True,
+        deadline_s=10,
+        awaited="the end of the server",
+        from_whom="the kernel",
+    )

@@ -181,6 +181,17 @@ def test_a_server_that_exits_at_the_start_is_reported_with_its_last_words(
     assert time.monotonic() - started_s < 10
 
 
+def test_the_reason_of_a_failed_start_is_not_hidden_by_what_libraries_print_at_exit(
+    context: StageContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_START", "noisy")
+
+    with pytest.raises(VllmStartError, match="made of cheese") as caught:
+        run(context)
+
+    assert "nanobind" not in str(caught.value)
+
+
 def test_a_server_that_never_answers_is_given_up_at_the_deadline(
     context: StageContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
