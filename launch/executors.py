@@ -258,6 +258,10 @@ def submit(config: LibraConfig, plan: Plan, run: RunDir, *, entry: Entry = run_s
     check_path(run.root)
     write_desired(run, desired_steps(config, plan))
     if choose_mode(config) == "local":
+        if not config.launch.follow:
+            raise SubmitError(
+                "launch.follow=false: a local run ends with its launcher; use launch.mode=slurm or launch.follow=true"
+            )
         return _submit_local(config, run, entry)
     return _submit_slurm(config, plan, run, entry)
 

@@ -224,6 +224,9 @@ class Supervisor:
             self._journal.event("kill", steps=[item.spec.name for item in overdue])
             self._runner.kill([item.step for item in overdue])
         for item in overdue:
+            if item.killed_s is not None:
+                # A grandchild that left the step still holds its output open, and with it the step.
+                self._sweep_leftovers(item.step.incarnation.step_id)
             item.killed_s = now_s
 
     def _finish(self, cause: Cause | None) -> None:

@@ -300,6 +300,14 @@ def test_a_later_launcher_finds_the_job_again(tmp_path: Path, calls: Path) -> No
     assert found.poll() == ("pending", "Resources")
 
 
+def test_a_local_run_that_nobody_follows_is_refused(tmp_path: Path) -> None:
+    config, plan = fake_config(), fake_plan()
+    config.launch.follow = False
+
+    with pytest.raises(SubmitError, match="a local run ends with its launcher"):
+        submit(config, plan, fake_run(tmp_path / "run", config, plan), entry=entry)
+
+
 def test_a_local_run_cannot_be_found_again(tmp_path: Path) -> None:
     with pytest.raises(SubmitError, match="ended with its launcher"):
         reattach(RunDir.create(tmp_path / "run"), {"mode": "local", "job_id": "1"})
