@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from stages.context import StageContext
+from stages.context import StageContext, StoppedError
 from stages.files import wait_for
 
 LOOPBACK = "127.0.0.1"
@@ -90,7 +90,7 @@ class TrainerRanks:
 
 @contextmanager
 def connected(context: StageContext, *, tp: int) -> Iterator[RankGrid]:
-    """Join the other trainer ranks; leave their groups at the end. Raises LayoutError, WaitTimeoutError."""
+    """Join the other trainer ranks; leave their groups when all of them end or stop. Raises LayoutError, WaitTimeoutError."""
     if context.world_size % tp:
         raise LayoutError(f"{context.world_size} trainer ranks cannot be split by train_tp_size {tp}")
     device = _device(context)
@@ -104,9 +104,16 @@ def connected(context: StageContext, *, tp: int) -> Iterator[RankGrid]:
     )
     try:
         yield _grid(context, tp, device, timeout)
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    except StoppedError:
+        _disconnect()
+        raise
+    # No farewell after a failure: it would wait for ranks that may be stuck in a collective. The process just ends.
+    _disconnect()
+
+
+def _disconnect() -> None:
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 def _device(context: StageContext) -> torch.device:

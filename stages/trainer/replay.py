@@ -17,7 +17,8 @@ from stages.trainer.stage import set_threads
 def replay(context: StageContext, step: int, version: int | None = None) -> dict[str, Any]:
     """Load the weights of `version` (default: those that batch `step` was trained on) and take that step once, on one rank.
 
-    Adam starts without history, so loss, gradient norm and log-probs repeat the run's, the new weights do not. Raises
+    Adam starts without history, so loss, gradient norm and log-probs repeat the run's, the new weights do not. With the
+    version that generated the batch, the log-prob differences compare trainer and sampler on the same weights. Raises
     RunDirectoryError when the batch or the weights are gone.
     """
     found = read_batch(context.run, step)
@@ -26,7 +27,8 @@ def replay(context: StageContext, step: int, version: int | None = None) -> dict
             f"batch {step} is not in {context.run.batches}; present: {context.run.published_batches()}"
         )
     batch, _ = found
-    folder = _weights(context.run, step if version is None else version)
+    version = step if version is None else version
+    folder = _weights(context.run, version)
     set_threads(context)
     recorder, config = context.recorder, context.config
     with connected(context, tp=1) as grid:
@@ -36,7 +38,7 @@ def replay(context: StageContext, step: int, version: int | None = None) -> dict
             proximal = policy.recompute_logprobs(batch) if config.recompute_logprobs else None
         with recorder.span("grpo_update", step=step):
             rate = learning_rate(step, config)
-            result = policy.update(batch, proximal, version=step, learning_rate=rate)
+            result = policy.update(batch, proximal, version=version, learning_rate=rate)
     return {"step": step, "weights": str(folder), **vars(result)}
 
 

@@ -145,7 +145,7 @@ def make_run(path: Path, tp: int, dp: int) -> None:
 def run_ranks(root: Path, ranks: int) -> None:
     worker = Path(__file__).with_name("trainer_worker.py")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(worker), str(root), str(ranks)],
+        [sys.executable, str(worker), str(root), str(ranks)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -59,7 +59,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     run = make_run(tmp_path_factory.mktemp("stage"))
     script = Path(__file__).with_name("trainer_ranks.py")
     trainer = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(script), str(run.root), str(RANKS)],
+        [sys.executable, str(script), str(run.root), str(RANKS)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -235,7 +235,7 @@ def test_each_rank_leaves_a_trace_of_its_phases(story: Story) -> None:
 
 def test_a_replayed_batch_gives_the_same_loss_and_gradient_on_one_rank(story: Story) -> None:
     before = sorted(story.run.root.rglob("*.json"))
-    command = [sys.executable, "-W", "ignore", "-m", "stages.trainer", str(story.run.root), "--replay", "step_000001"]
+    command = [sys.executable, "-m", "stages.trainer", str(story.run.root), "--replay", "step_000001"]
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
 
