@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +18,17 @@ from launch import slurm
 from launch.desired_steps import desired_steps
 from launch.errors import LibraError
 from launch.hetjob import HetJobSpec, check_path, config_python, job_spec, render, render_job
-from launch.local import LocalPairExecutor, LocalPairJob, link_log
+from launch.local import LocalPairExecutor, link_log
 from launch.machine import has_slurm
 from launch.scrub import is_foreign
-from launch.slurm import JobPhase, signal_name
-from launch.steps import Entry, exception_text, tail
+from launch.steps import Entry
+from launch.submission import LocalSubmission, SlurmSubmission, Submission
 from launch.supervise import supervise
-from launch.sweep import sweep
 from planner.plan import Plan
 from stages.desired import write_desired
 from stages.entry import run_stage
 from stages.files import write_bytes_atomic
 from stages.rundir import RunDir
-
-QUEUE_FIRST_S = 1.0
-QUEUE_LAST_S = 10.0
-STALLED_S = 4.0
-"""A supervisor whose heartbeat stands still this long is asked about at once."""
 
 
 class SubmitError(LibraError):
@@ -112,134 +104,6 @@ def sbatch_command(*arguments: str) -> list[str]:
     """sbatch without the variables of an outer job (an inherited SLURM_HET_SIZE breaks every srun of the new job)."""
     unset = [word for name in sorted(os.environ) if is_foreign(name) for word in ("-u", name)]
     return ["env", *unset, "sbatch", *arguments]
-
-
-class Submission(ABC):
-    """A submitted run. `poll` is cheap enough for every second; `exit_code` is what the launcher should return."""
-
-    mode: str
-
-    def __init__(self, run: RunDir, job_id: str) -> None:
-        self.run = run
-        self.job_id = job_id
-
-    def poll(self) -> tuple[str, str]:
-        """("pending" | "running" | "succeeded" | "failed" | "unknown", reason). The supervisor's last word counts most."""
-        return self._last_word() or self._ask()
-
-    @property
-    def exit_code(self) -> int:
-        """0 after success, the first fatal cause's own code after a failure, 1 when there is none."""
-        state = self.run.read(self.run.state_json) or {}
-        if state.get("phase") == "succeeded":
-            return 0
-        return int((state.get("cause") or {}).get("exit_code") or 1)
-
-    @abstractmethod
-    def cancel(self) -> None:
-        """Ask the supervisor to end the run; returns at once."""
-
-    @abstractmethod
-    def _ask(self) -> tuple[str, str]:
-        """The state of a job whose supervisor has not said its last word."""
-
-    def _last_word(self) -> tuple[str, str] | None:
-        state = self.run.read(self.run.state_json) or {}
-        if state.get("phase") == "succeeded":
-            return "succeeded", ""
-        if state.get("phase") == "failed":
-            cause = state.get("cause") or {"step": "supervisor", "message": "no cause was recorded"}
-            return "failed", f"{cause['step']}: {cause['message']}"
-        return None
-
-    def _sweep(self) -> None:
-        """The steps died with their supervisor; on this host, end what had left its parents behind."""
-        sweep(f"{self.run.run_id}.{self.run.attempt}.")
-
-    def _supervisor_error(self) -> str:
-        """Why a supervisor ended before it could record anything, from its log."""
-        return exception_text(tail(self.run.logs / "supervisor.log", lines=200))
-
-
-class SlurmSubmission(Submission):
-    mode = "slurm"
-
-    def __init__(self, run: RunDir, job: HetJob, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(run, str(job.job_id))
-        self.job = job
-        self._clock = clock
-        self._answer: tuple[str, str] = ("pending", "")
-        self._asked_s = float("-inf")
-        self._pause_s = QUEUE_FIRST_S
-        self._beat: tuple[int, float] = (-1, clock())
-
-    def cancel(self) -> None:
-        """TERM to the supervisor of a running job (it stops the steps in order); a pending job is just removed."""
-        if self._ask_queue()[0] == "running":
-            slurm.signal_batch(int(self.job_id), "TERM")
-        else:
-            slurm.cancel_job(int(self.job_id))
-
-    def _ask(self) -> tuple[str, str]:
-        """Asks Slurm at growing intervals (1 s to 10 s), and at once when the heartbeat stands still."""
-        now_s = self._clock()
-        waited_s, is_stalled = now_s - self._asked_s, self._is_stalled(now_s)
-        if waited_s >= self._pause_s or (is_stalled and waited_s >= QUEUE_FIRST_S):
-            self._asked_s, self._pause_s = now_s, min(self._pause_s * 1.5, QUEUE_LAST_S)
-            self._answer = self._ask_queue()
-        return self._answer
-
-    def _is_stalled(self, now_s: float) -> bool:
-        beat = int((self.run.read(self.run.state_json) or {}).get("heartbeat", -1))
-        if beat != self._beat[0]:
-            self._beat = (beat, now_s)
-        return beat >= 0 and now_s - self._beat[1] > STALLED_S
-
-    def _ask_queue(self) -> tuple[str, str]:
-        try:
-            components = slurm.query(int(self.job_id))
-        except slurm.SlurmCommandError as error:
-            return "unknown", str(error)
-        if not components:
-            return self._last_word() or (
-                "failed",
-                "Slurm does not know the job any more, and the supervisor left no last word",
-            )
-        folded = slurm.fold(components)
-        if folded.phase.is_over:
-            self._sweep()
-            return self._last_word() or ("failed", f"supervisor: {self._supervisor_error() or folded.text}")
-        reason = folded.reason if folded.phase is JobPhase.PENDING and folded.reason != "None" else ""
-        return folded.phase.value, reason
-
-
-class LocalSubmission(Submission):
-    mode = "local"
-
-    def __init__(self, run: RunDir, job: LocalPairJob) -> None:
-        super().__init__(run, str(job.job_id))
-        self.job = job
-
-    def cancel(self) -> None:
-        self.job.cancel()
-
-    def _ask(self) -> tuple[str, str]:
-        code = self.job.exit_status()
-        if code is None or (code < 0 and self._supervisor_lives()):
-            return "running", ""
-        self._sweep()
-        how = f"killed by {signal_name(abs(code) % 128)}" if code < 0 or code > 128 else f"exited {code}"
-        words = self._supervisor_error()
-        return self._last_word() or ("failed", f"supervisor: {how}{f': {words}' if words else ''}")
-
-    def _supervisor_lives(self) -> bool:
-        """A supervisor whose parent was killed stops its steps and says its last word first."""
-        pid = int((self.run.read(self.run.state_json) or {}).get("pid", 0))
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        return pid > 0
 
 
 def choose_mode(config: LibraConfig) -> str:

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from launch.executors import LocalSubmission, submit
+from launch.executors import submit
+from launch.submission import LocalSubmission
 from launch.sweep import sweep
 from stages.rundir import RunDir
 from tests.fake_runs import await_ready, fake_config, fake_plan, fake_run, go, processes_of, state, until

@@ -17,7 +17,8 @@ import pytest
 
 from conf.schema import LibraConfig
 from launch import slurm
-from launch.executors import SlurmSubmission, SubmitError, submit
+from launch.executors import SubmitError, submit
+from launch.submission import SlurmSubmission
 from planner.plan import Plan
 from tests.fake_runs import await_ready, fake_config, fake_plan, fake_run, go, processes_of, state, until
 from tests.fake_stages import entry

@@ -13,19 +13,18 @@ import pytest
 from submitit.core.utils import DelayedSubmission
 
 from conf.schema import LibraConfig
-from launch import executors
+from launch import submission as submissions
 from launch.executors import (
     ArrayRefusedError,
     HetJob,
     HetJobExecutor,
-    SlurmSubmission,
-    Submission,
     SubmitError,
     choose_mode,
     reattach,
     submit,
 )
 from launch.hetjob import job_spec, render_job
+from launch.submission import SlurmSubmission, Submission
 from launch.supervise import supervise
 from planner.plan import Plan
 from stages.desired import read_desired
@@ -163,8 +162,8 @@ def test_auto_takes_slurm_when_its_controller_answers(calls: Path, answers: str,
 
 def patient(submission: Submission, monkeypatch: pytest.MonkeyPatch) -> None:
     """No pause between two questions to Slurm."""
-    monkeypatch.setattr(executors, "QUEUE_FIRST_S", 0.0)
-    monkeypatch.setattr(executors, "QUEUE_LAST_S", 0.0)
+    monkeypatch.setattr(submissions, "QUEUE_FIRST_S", 0.0)
+    monkeypatch.setattr(submissions, "QUEUE_LAST_S", 0.0)
     assert isinstance(submission, SlurmSubmission)
     submission._pause_s = 0.0
 
@@ -255,7 +254,7 @@ def test_a_heartbeat_that_stands_still_makes_the_launcher_ask_at_once(tmp_path: 
     watched.poll()
     queue(calls, "FAILED|None", exit_code="0:9")
 
-    now_s += executors.STALLED_S
+    now_s += submissions.STALLED_S
     first = watched.poll()[0]
     now_s += 0.1
 
