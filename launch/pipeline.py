@@ -25,6 +25,8 @@ from planner.search import describe, make_plan
 from planner.validate import problems
 from stages.files import write_bytes_atomic
 from stages.rundir import RunDir
+from stages.trainer.architecture import ModelError, check_tensor_parallel
+from stages.trainer.architecture import read_architecture as read_trainable
 from stages.warmup.key import cached_policy_path
 
 WARMUP_FAILED = (
@@ -90,9 +92,13 @@ def default_run_dir(overrides: Sequence[str]) -> str:
 def read_architecture(config: LibraConfig) -> Architecture:
     """From model_path/config.json when it is there, else from the model group."""
     hf_config = machine.read_hf_config(Path(config.model_path)) if config.model_path else None
-    if hf_config is not None and not config.warmup.steps:
-        return from_hf(hf_config)
-    return from_model_config(config.model)
+    if hf_config is None or config.warmup.steps:
+        return from_model_config(config.model)
+    try:
+        check_tensor_parallel(read_trainable(hf_config), config.train_tp_size)
+    except ModelError as error:
+        raise PlanError(f"model_path={config.model_path}: {error}") from error
+    return from_hf(hf_config)
 
 
 def check_machine(prepared: Prepared) -> None:
