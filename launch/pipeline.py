@@ -23,7 +23,7 @@ from planner.errors import PlanError
 from planner.plan import Plan
 from planner.search import describe, make_plan
 from planner.validate import problems
-from stages.files import write_bytes_atomic
+from stages.files import wait_for, write_bytes_atomic
 from stages.rundir import RunDir
 from stages.trainer.architecture import ModelError, check_tensor_parallel
 from stages.trainer.architecture import read_architecture as read_trainable
@@ -32,6 +32,9 @@ from stages.warmup.key import cached_policy_path
 WARMUP_FAILED = (
     "the warm-up failed (exit code {code}); its output is above. Change warmup.* or set model_path and warmup.steps=0"
 )
+
+LOCAL_STOP_DEADLINE_S = 20.0
+"""How long an interrupted local run may take to end, beyond the grace of its stages."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +212,12 @@ def run_to_the_end(run: RunDir, prepared: Prepared) -> None:
     except KeyboardInterrupt:
         if submission.mode == "local":
             submission.cancel()
+            wait_for(
+                lambda: submission.poll()[0] in ("succeeded", "failed") or None,
+                deadline_s=config.launch.stop_grace_s + LOCAL_STOP_DEADLINE_S,
+                awaited="the end of the interrupted run",
+                from_whom=f"supervisor {submission.job_id}",
+            )
         else:
             print(f"detached; the job goes on. To end it: scancel {submission.job_id}", file=sys.stderr)
         raise

@@ -65,6 +65,10 @@ def cross_problems(config: LibraConfig) -> list[str]:
             f"weights.probe_tokens={config.weights.probe_tokens} does not fit max_model_len={config.max_model_len} with one more token; lower it",
         ),
         (
+            config.launch.mode == "local" and not config.launch.follow,
+            "launch.follow=false: a local run ends with its launcher, so the launcher has to stay; set launch.follow=true",
+        ),
+        (
             config.hardware.device == "cpu" and config.vllm_tp_size > 1,
             f"vllm_tp_size={config.vllm_tp_size}: on hardware.device=cpu one instance is one process; set vllm_tp_size=1",
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 from typing import Any
 
 import submitit
@@ -19,6 +20,8 @@ def run_stage(role: str, run_dir: str, attempt: int, name: str) -> dict[str, Any
     supervisor takes for success, so failure is an exception, never sys.exit.
     """
     die_with_parent()
+    stop = threading.Event()
+    install_stop_handlers(stop)
     place = submitit.JobEnvironment()
     with open_context(
         role,
@@ -29,7 +32,7 @@ def run_stage(role: str, run_dir: str, attempt: int, name: str) -> dict[str, Any
         world_size=place.num_tasks,
         local_rank=place.local_rank,
     ) as context:
-        install_stop_handlers(context.stop)
+        context.stop = stop
         stage = importlib.import_module(f"stages.{role}.stage")
         print(
             f"{name} rank {context.rank}/{context.world_size} pid {os.getpid()} cpus {len(os.sched_getaffinity(0))}",

@@ -52,6 +52,7 @@ def test_a_word_that_is_not_a_choice_is_named(option: tuple[str, Any], word: str
         (["max_concurrent_rollouts=4"], "max_concurrent_rollouts=4 is below n_samples"),
         (["vllm_tp_size=2"], "set vllm_tp_size=1"),
         (["weights.probe_tokens=64"], "weights.probe_tokens=64"),
+        (["launch.follow=false"], "set launch.follow=true"),
         (["learning_rate=-1"], "learning_rate=-1"),
     ],
 )
