@@ -49,7 +49,7 @@ def test_a_word_that_is_not_a_choice_is_named(option: tuple[str, Any], word: str
         (["batch_size=10", "n_samples=4"], "batch_size=10 is not a multiple of n_samples=4"),
         (["max_new_tokens=64"], "max_new_tokens=64 leaves no room"),
         (["sync_interval=3"], "raise max_head_offpolicyness or lower sync_interval"),
-        (["max_concurrent_rollouts=4"], "max_concurrent_rollouts=4 is below n_samples"),
+        (["max_concurrent_rollouts=2"], "max_concurrent_rollouts=2 is below n_samples"),
         (["vllm_tp_size=2"], "set vllm_tp_size=1"),
         (["weights.probe_tokens=64"], "weights.probe_tokens=64"),
         (["launch.follow=false"], "set launch.follow=true"),
