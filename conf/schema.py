@@ -65,10 +65,15 @@ class TaskConfig:
 class WarmupConfig:
     """Supervised steps that make a starter policy when there is none (the demo). 0 steps = use model_path as it is."""
 
-    steps: int = option(0, effect="Supervised steps; 0 disables the warm-up", minimum=0)
+    steps: int = option(0, effect="Most supervised steps; 0 disables the warm-up", minimum=0)
     batch_size: int = option(256, effect="Problems in one supervised step", unit="problems", minimum=1)
     learning_rate: float = option(2e-3, effect="Peak learning rate of the warm-up", minimum=0.0)
     examples: int = option(0, effect="Distinct labelled problems to learn from; 0 draws new ones for ever", minimum=0)
+    target_reward: float = option(
+        0.0,
+        effect="Stop early when greedy answers to problems kept apart reach this mean reward; 0 does all steps",
+        minimum=0.0,
+    )
     seed: int = option(0, effect="Seed of initial weights and of the order of problems", minimum=0)
     alphabet: str = option(
         "",

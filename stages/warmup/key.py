@@ -9,7 +9,7 @@ from pathlib import Path
 
 from conf.schema import LibraConfig
 
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 """Raise it with every change of code that makes another policy from the same options."""
 
 
@@ -20,6 +20,7 @@ def warmup_key(config: LibraConfig) -> str:
         "model": asdict(config.model),
         "task": {"name": config.task.name, "params": config.task.params},
         "warmup": asdict(config.warmup),
+        "max_new_tokens": config.max_new_tokens,
     }
     return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from conf.schema import LibraConfig
@@ -50,6 +51,7 @@ def ensure_policy(config: LibraConfig, folder: Path) -> bool:
 def _make(config: LibraConfig, folder: Path) -> None:
     from stages.controller.tasks import make_task
     from stages.warmup import policy, supervised, vocabulary
+    from stages.warmup.answering import mean_reward
 
     options = config.warmup
     task = make_task(config.task, seed=STREAM_OFFSET + options.seed)
@@ -57,20 +59,22 @@ def _make(config: LibraConfig, folder: Path) -> None:
         raise WarmupError("task.params.chat needs a chat template, which the made tokenizer does not have")
     tokenizer = vocabulary.build_tokenizer(options.alphabet, options.phrases)
     model = policy.make_policy(config.model, vocabulary=tokenizer.get_vocab_size(), seed=options.seed)
-    print(
-        f"warm-up: {model.num_parameters():,} parameters, {tokenizer.get_vocab_size()} tokens, {options.steps} steps",
-        flush=True,
-    )
-    last = {"loss": 0.0, "seconds": 0.0}
+    print(f"warm-up: {model.num_parameters():,} parameters, {tokenizer.get_vocab_size()} tokens", flush=True)
+    batches, apart = supervised.labelled_data(task, tokenizer, options)
+    progress: list[supervised.Progress] = []
 
-    def report(step: int, loss: float, seconds: float) -> None:
-        last.update(loss=loss, seconds=seconds)
-        print(f"warm-up: step {step}/{options.steps} loss {loss:.4f} after {seconds:.1f} s", flush=True)
+    def report(now: supervised.Progress) -> None:
+        progress.append(now)
+        reward = "" if now.reward is None else f" reward {now.reward:.3f} of {options.target_reward:.3f}"
+        print(f"warm-up: step {now.step}/{options.steps} loss {now.loss:.4f}{reward} {now.seconds:.1f} s", flush=True)
 
-    supervised.train(model, supervised.example_batches(task, tokenizer, options), options, report)
+    def reward() -> float:
+        return mean_reward(model, tokenizer, task, apart, max_tokens=config.max_new_tokens)
+
+    supervised.train(model, batches, options, reward, report)
     model.save_pretrained(folder)
     vocabulary.save_tokenizer(tokenizer, folder, max_length=config.model.max_position_embeddings)
-    record = {"key": warmup_key(config), "steps": options.steps, **last}
+    record = {"key": warmup_key(config), **asdict(progress[-1])}
     (folder / "warmup.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

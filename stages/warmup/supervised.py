@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -20,12 +20,14 @@ from stages.warmup.vocabulary import EOS_ID, encode_strictly
 
 IGNORED = -100  # cross_entropy's default for targets without loss
 RISE_STEPS = 20
-LAST_RATIO = 0.1
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.01
 MAX_GRAD_NORM = 1.0
 REPORT_PERIOD_S = 2.0
-DISTINCT_LIMIT = 100  # draws for each example asked for, before the task counts as too small
+DISTINCT_LIMIT = 20  # draws for each problem asked for, before the task counts as too small
+PROBLEMS_APART = 200
+FIRST_LOOK_STEP = 30
+LOOK_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -36,53 +38,74 @@ class Example:
     answer: list[int]
 
 
-Report = Callable[[int, float, float], None]
-"""Called with steps done, loss of the last one, seconds since the start."""
+@dataclass(frozen=True)
+class Progress:
+    """`reward` is the last one measured on the problems kept apart; None before the first."""
+
+    step: int
+    loss: float
+    seconds: float
+    reward: float | None
 
 
-def learning_rate(step: int, *, steps: int, peak: float) -> float:
-    """Linear rise over RISE_STEPS, then a cosine down to LAST_RATIO of the peak at the last step."""
-    rise = min(RISE_STEPS, max(1, steps // 2))
-    if step < rise:
-        return peak * (step + 1) / rise
-    share = (step - rise) / max(1, steps - rise)
-    return peak * (LAST_RATIO + (1 - LAST_RATIO) * 0.5 * (1 + math.cos(math.pi * share)))
+def labelled_data(
+    task: Task, tokenizer: Tokenizer, options: WarmupConfig
+) -> tuple[Iterator[list[Example]], list[Problem]]:
+    """Endless batches to learn from, and different problems of the training stream that are never in them.
 
-
-def example_batches(task: Task, tokenizer: Tokenizer, options: WarmupConfig) -> Iterator[list[Example]]:
-    """Endless batches: from a fixed set of `options.examples` different problems, or new problems for ever.
-
-    Only the training stream is used. Raises WarmupError for text without tokens or a task with too few problems.
+    Batches come from a fixed set of `options.examples` different problems, or are new problems for ever. Problems are
+    kept apart only where `options.target_reward` asks for them; test problems are in neither. Raises WarmupError for
+    text without tokens or a task with too few problems.
     """
+    num_apart = PROBLEMS_APART if options.target_reward else 0
+    problems = _distinct(task, num_apart + options.examples)
+    apart, labelled = problems[:num_apart], problems[num_apart:]
     if options.examples:
-        rng = random.Random(options.seed)
-        labelled = [_encode(problem, tokenizer) for problem in _distinct(task, options.examples)]
-        while True:
-            yield rng.choices(labelled, k=options.batch_size)
-    index = 0
-    while True:
-        yield [_encode(task.train_problem(index + i), tokenizer) for i in range(options.batch_size)]
-        index += options.batch_size
+        return _from_set([_encode(problem, tokenizer) for problem in labelled], options), apart
+    return _from_stream(task, tokenizer, options, {problem.prompt for problem in apart}), apart
 
 
-def train(policy: Any, batches: Iterator[list[Example]], options: WarmupConfig, report: Report) -> None:
-    """`options.steps` AdamW steps on the mean token loss of the answers."""
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=options.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY)
+def make_optimizer(policy: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(policy.parameters(), betas=BETAS, weight_decay=WEIGHT_DECAY)
+
+
+def train(
+    policy: Any,
+    batches: Iterator[list[Example]],
+    options: WarmupConfig,
+    reward: Callable[[], float],
+    report: Callable[[Progress], None],
+) -> None:
+    """AdamW steps on the mean token loss of the answers: a linear rise of the learning rate, then constant.
+
+    Ends after `options.steps`, or when `reward()` (looked at every LOOK_STEPS) reaches `options.target_reward`. Where
+    a policy begins to get things right differs much between seeds; the target makes starters of one quality.
+    """
+    optimizer = make_optimizer(policy)
     started = reported = time.monotonic()
-    policy.train()
-    for step in range(options.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps=options.steps, peak=options.learning_rate)
-        loss = supervised_step(policy, optimizer, next(batches))
+    measured: float | None = None
+    for step in range(1, options.steps + 1):
+        policy.train()
+        rate = options.learning_rate * min(1.0, step / RISE_STEPS)
+        loss = supervised_step(policy, optimizer, next(batches), rate)
+        policy.eval()
+        if options.target_reward and step >= FIRST_LOOK_STEP and step % LOOK_STEPS == 0:
+            measured = reward()
+        done = step == options.steps or (measured is not None and measured >= options.target_reward)
         now = time.monotonic()
-        if now - reported >= REPORT_PERIOD_S or step + 1 == options.steps:
+        if done or now - reported >= REPORT_PERIOD_S:
             reported = now
-            report(step + 1, loss, now - started)
-    policy.eval()
+            report(Progress(step, loss, now - started, measured))
+        if done:
+            return
 
 
-def supervised_step(policy: Any, optimizer: torch.optim.Optimizer, examples: list[Example]) -> float:
+def supervised_step(
+    policy: Any, optimizer: torch.optim.Optimizer, examples: list[Example], learning_rate: float
+) -> float:
     """One step; returns its loss (nats per answer token)."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
     ids, targets = collate(examples)
     logits = policy(input_ids=ids, use_cache=False).logits
     loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
@@ -105,6 +128,20 @@ def collate(examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, targets
 
 
+def _from_set(labelled: list[Example], options: WarmupConfig) -> Iterator[list[Example]]:
+    rng = random.Random(options.seed)
+    while True:
+        yield rng.choices(labelled, k=options.batch_size)
+
+
+def _from_stream(
+    task: Task, tokenizer: Tokenizer, options: WarmupConfig, excluded: set[str]
+) -> Iterator[list[Example]]:
+    stream = (problem for index in itertools.count() if (problem := task.train_problem(index)).prompt not in excluded)
+    while True:
+        yield [_encode(problem, tokenizer) for problem in itertools.islice(stream, options.batch_size)]
+
+
 def _encode(problem: Problem, tokenizer: Tokenizer) -> Example:
     if not problem.answer:
         raise WarmupError(f"the task gives no answer to {problem.prompt!r}: it can not be learned by supervised steps")
@@ -115,10 +152,13 @@ def _encode(problem: Problem, tokenizer: Tokenizer) -> Example:
 def _distinct(task: Task, count: int) -> list[Problem]:
     found: dict[str, Problem] = {}
     for index in range(count * DISTINCT_LIMIT):
+        if len(found) == count:
+            break
         problem = task.train_problem(index)
         found.setdefault(problem.prompt, problem)
-        if len(found) == count:
-            return list(found.values())
-    raise WarmupError(
-        f"the task has only {len(found)} different problems in {count * DISTINCT_LIMIT}; lower warmup.examples"
-    )
+    if len(found) < count:
+        raise WarmupError(
+            f"the task gave only {len(found)} different problems in {count * DISTINCT_LIMIT} draws, wanted {count} "
+            f"(warmup.examples, and {PROBLEMS_APART} for warmup.target_reward); lower warmup.examples"
+        )
+    return list(found.values())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +20,11 @@ from conf.schema import LibraConfig, ModelConfig, TaskConfig, WarmupConfig
 from stages.controller.tasks import make_task
 from stages.controller.tokenizer import PolicyTokenizer, TokenizerError
 from stages.warmup import make
-from stages.warmup.compare import continue_supervised, generate
+from stages.warmup.answering import generate
+from stages.warmup.compare import continue_supervised, learning_rate
 from stages.warmup.errors import WarmupError
 from stages.warmup.key import cached_policy_path, warmup_key
-from stages.warmup.supervised import IGNORED, Example, collate, example_batches, learning_rate
+from stages.warmup.supervised import IGNORED, PROBLEMS_APART, Example, Progress, collate, labelled_data, train
 from stages.warmup.vocabulary import EOS_ID, build_tokenizer, encode_strictly, save_tokenizer
 
 QUESTION = "spell this word backward (example: sun -> nus): "
@@ -146,37 +149,54 @@ def test_only_answer_tokens_are_targets() -> None:
     assert targets.tolist() == [[IGNORED, 7, 2, IGNORED, IGNORED], [IGNORED, IGNORED, 8, 9, 2]]
 
 
-def test_the_learning_rate_rises_then_falls() -> None:
-    rates = [learning_rate(step, steps=100, peak=1.0) for step in range(100)]
+@pytest.mark.parametrize("examples", [30, 0])
+def test_what_is_learned_is_neither_kept_apart_nor_held_out(examples: int) -> None:
+    config = small_config(examples=examples, batch_size=300, target_reward=0.5)
+    task, tokenizer = make_task(config.task, seed=0), build_tokenizer(LETTERS, [QUESTION])
 
-    assert max(rates) == pytest.approx(1.0, abs=0.06)
-    assert rates[0] < rates[10] < rates[19]
-    assert rates[-1] == pytest.approx(0.1, abs=0.01)
+    batches, apart = labelled_data(task, tokenizer, config.warmup)
 
-
-def test_labelled_examples_are_a_fixed_set_of_training_problems() -> None:
-    config = small_config(examples=30, batch_size=200)
-    task = make_task(config.task, seed=0)
-
-    batch = next(example_batches(task, build_tokenizer(LETTERS, [QUESTION]), config.warmup))
-
-    test_prompts = {tuple(build_tokenizer(LETTERS, [QUESTION]).encode(p.prompt).ids) for p in task.test_problems()}
-    seen = {tuple(example.prompt) for example in batch}
-    assert 25 <= len(seen) <= 30
-    assert not seen & test_prompts
+    seen = {tuple(example.prompt) for example in next(batches)}
+    forbidden = {tuple(tokenizer.encode(problem.prompt).ids) for problem in (*apart, *task.test_problems())}
+    assert len(apart) == PROBLEMS_APART
+    assert not seen & forbidden
+    assert len(seen) == examples if examples else len(seen) > 100
 
 
 def test_more_labelled_examples_than_problems_is_an_error() -> None:
-    config = small_config(examples=20_000)
-    task = make_task(
-        replace(
-            config.task, params={"dataset": "chain_sum", "options": {"max_terms": 2, "min_digits": 1, "max_digits": 1}}
-        ),
-        seed=0,
-    )
+    digits = {"dataset": "chain_sum", "options": {"max_terms": 2, "min_digits": 1, "max_digits": 1}}
+    task = make_task(TaskConfig(params=digits), seed=0)  # 162 questions
 
-    with pytest.raises(WarmupError, match=r"lower warmup\.examples"):
-        next(example_batches(task, build_tokenizer("", []), replace(config.warmup, examples=300)))
+    with pytest.raises(WarmupError, match=r"gave only 1\d\d different .*lower warmup\.examples"):
+        labelled_data(task, build_tokenizer("", []), WarmupConfig(examples=300))
+
+
+def test_the_warm_up_stops_at_its_target_and_not_before() -> None:
+    rewards = iter([0.2, 0.4, 0.6, 0.8])
+    reported: list[Progress] = []
+    options = WarmupConfig(steps=100, target_reward=0.5)
+
+    class Policy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(8, 8)
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+            return SimpleNamespace(logits=self.table(input_ids))
+
+    batches = itertools.repeat([Example([1, 3], [4, 2])])
+    train(Policy(), batches, options, lambda: next(rewards), reported.append)
+
+    assert (reported[-1].step, reported[-1].reward) == (36, 0.6)
+
+
+def test_the_rate_of_the_comparison_rises_and_falls_over_its_time() -> None:
+    rates = [learning_rate(share / 100, peak=1.0) for share in range(101)]
+
+    assert rates[0] == 0.0
+    assert max(rates) == pytest.approx(1.0)
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[2:] == sorted(rates[2:], reverse=True)
 
 
 # ---- making ------------------------------------------------------------------------------------------------------
