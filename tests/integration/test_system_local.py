@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from stages.files import list_names
 from stages.rundir import RunDir
 from tests.system_kit import DEATH_DEADLINE_S, SystemRun, launched, metrics
 from traces.run import RunTrace
@@ -135,3 +136,34 @@ def test_a_killed_process_ends_the_run_with_its_name_and_leaves_nothing(
         assert run.wait(DEATH_DEADLINE_S) != 0
         assert wanted in run.output(), victim
         run.assert_nothing_is_left()
+
+
+def flip_last_byte(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+
+
+def test_one_flipped_byte_is_refused_by_name_and_the_run_says_so(tmp_path: Path) -> None:
+    with launched(tmp_path / "run", "total_steps=1000", "launch.evaluate=false") as run:
+        run.wait_for_step(0)
+        agent = int(run.record("instances/rollout_000.json")["agent_pid"])
+        os.kill(agent, signal.SIGSTOP)
+        version = run.wait_until("a request that nobody answers", lambda: unanswered_version(run))
+        flip_last_byte(run.run_dir / f"weights/v{version:06d}/model.safetensors")
+
+        os.kill(agent, signal.SIGCONT)
+
+        assert run.wait(DEATH_DEADLINE_S) != 0
+        nack = run.record(f"control/acks/v{version:06d}/rollout_000.nack.json")
+        assert nack["tensor"] in run.output()
+        assert nack["serving_version"] == version - 1
+        run.assert_nothing_is_left()
+
+
+def unanswered_version(run: SystemRun) -> int | None:
+    newest = max(int(name[1:7]) for name in list_names(run.run_dir / "control/requests"))
+    answered = list_names(run.run_dir / f"control/acks/v{newest:06d}")
+    return newest if not answered else None
