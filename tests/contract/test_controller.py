@@ -236,3 +236,12 @@ def test_the_command_works_alone_on_a_run_directory(tmp_path: Path, option: str,
 
     assert done.returncode == 0, done.stderr
     assert printed in done.stdout
+
+
+def test_the_command_refuses_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "stages.controller", str(tmp_path), "--no-train"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 2
+    assert "holds no run" in done.stderr
+    assert "Traceback" not in done.stderr
