@@ -28,7 +28,7 @@ from tests.rollout_kit import (
 )
 
 NAME = "rollout_000"
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[1]
 AGENT = """
 import sys
 from stages.context import StoppedError, open_context
@@ -102,7 +102,7 @@ class Instance(Client):
     def awaited(self, what: str, look: Any, deadline_s: float = 120.0) -> Any:
         def check() -> None:
             if self.agent.poll() is not None:
-                raise AssertionError(f"the agent ended with {self.agent.returncode}")
+                raise AssertionError(f"the agent ended with {self.agent.returncode}: {self.agent.communicate()[1]}")
 
         return wait_for(lambda: look() or None, deadline_s=deadline_s, awaited=what, from_whom="the agent", check=check)
 
