@@ -12,6 +12,7 @@ import torch
 from stages.batches import Batch
 
 Index = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,26 @@ def share_sequences(lengths: npt.NDArray[np.int32], dp: int) -> list[Index]:
     return [np.asarray(share, np.int64) for share in shares]
 
 
-def micro_batches(batch: Batch, dp_rank: int, dp: int, size: int, device: torch.device) -> list[MicroBatch]:
-    """This rank's micro-batches of at most `size` sequences; every rank gets the same number (some may be without loss)."""
+def micro_batches(
+    batch: Batch, dp_rank: int, dp: int, size: int, device: torch.device, *, keep: Mask | None = None
+) -> list[MicroBatch]:
+    """This rank's micro-batches of at most `size` sequences; every rank gets the same number (some may be without loss).
+
+    `keep` (bool [S]) leaves sequences out, without changing which rank has which.
+    """
     shares = share_sequences(batch.lengths, dp)
-    count = -(-max(len(share) for share in shares) // size)
+    if keep is not None:
+        shares = [share[keep[share]] for share in shares]
+    count = max(1, -(-max(len(share) for share in shares) // size))
     mine = shares[dp_rank]
     return [_pad(batch, mine[i * size : (i + 1) * size], device) for i in range(count)]
+
+
+def loss_tokens_of_rank(batch: Batch, dp_rank: int, dp: int) -> npt.NDArray[np.int64]:
+    """Places in the flat batch of the loss tokens in this rank's sequences, ascending."""
+    mine = np.zeros(len(batch.lengths), bool)
+    mine[share_sequences(batch.lengths, dp)[dp_rank]] = True
+    return np.flatnonzero(np.repeat(mine, batch.lengths) & (batch.loss_mask == 1))
 
 
 def _pad(batch: Batch, sequences: Index, device: torch.device) -> MicroBatch:

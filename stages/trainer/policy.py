@@ -15,7 +15,7 @@ from stages.trainer.head import VocabShard, token_logprobs
 from stages.trainer.hf_weights import load_weights
 from stages.trainer.loss import Objective, behaviour_weights, policy_terms
 from stages.trainer.mapping import padded_vocab_size
-from stages.trainer.micro_batches import MicroBatch, micro_batches
+from stages.trainer.micro_batches import MicroBatch, loss_tokens_of_rank, micro_batches
 from stages.trainer.model import build_model
 from stages.trainer.optimizer import TrainableModel
 from stages.trainer.parallel import RankGrid
@@ -80,13 +80,18 @@ class Policy:
         """One GRPO step. `proximal` comes from `recompute_logprobs`; None takes the behaviour log-probs in its place.
 
         The loss is the sum over all loss tokens of the batch divided by their number, whatever the micro-batch size and
-        the number of ranks.
+        the number of ranks. Sequences whose loss and gradient are exactly zero are counted, not computed.
         """
         inputs = _LossInputs.of(batch, proximal, self.config, version, self.grid.device)
         totals = _Totals.zero(self.grid.device)
+        keep = None
+        if proximal is not None:
+            own = torch.from_numpy(loss_tokens_of_rank(batch, self.grid.dp_rank, self.grid.dp)).to(self.grid.device)
+            totals.compare(inputs, proximal[own], own)
+            keep = batch.advantages != 0.0 if self.config.algorithm.kl_coef == 0.0 else None
         self.trainable.start_step()
         for micro in micro_batches(
-            batch, self.grid.dp_rank, self.grid.dp, self.config.micro_batch_size, self.grid.device
+            batch, self.grid.dp_rank, self.grid.dp, self.config.micro_batch_size, self.grid.device, keep=keep
         ):
             loss = inputs.loss(self._logprobs(micro), micro.token_index, totals)
             loss.backward()
@@ -118,6 +123,7 @@ class _LossInputs:
     weights: torch.Tensor
     advantages: torch.Tensor
     fresh: torch.Tensor
+    recomputed: bool
     loss_tokens: int
     objective: Objective
 
@@ -127,6 +133,7 @@ class _LossInputs:
     ) -> _LossInputs:
         algorithm = config.algorithm
         behaviour = torch.from_numpy(batch.behaviour_logprobs).to(device)
+        recomputed = proximal is not None
         lengths = torch.from_numpy(batch.lengths).to(device)
         if proximal is None:
             proximal = behaviour
@@ -136,6 +143,7 @@ class _LossInputs:
             weights=behaviour_weights(proximal, behaviour, algorithm.behaviour_weight_cap),
             advantages=torch.from_numpy(batch.advantages).to(device).repeat_interleave(lengths),
             fresh=torch.from_numpy(batch.versions).to(device) == version,
+            recomputed=recomputed,
             loss_tokens=batch.num_response_tokens,
             objective=Objective(
                 clip_low=algorithm.clip_low,
@@ -149,7 +157,9 @@ class _LossInputs:
         """The share of the global loss of the tokens at `index`; counts them in `totals`."""
         terms = policy_terms(current, self.proximal[index], self.advantages[index], self.weights[index], self.objective)
         loss = terms.loss / self.loss_tokens
-        totals.add(loss.detach(), terms.clipped, (current.detach() - self.behaviour[index]).abs()[self.fresh[index]])
+        totals.add(loss.detach(), terms.clipped)
+        if not self.recomputed:
+            totals.compare(self, current.detach(), index)
         return loss
 
 
@@ -166,9 +176,14 @@ class _Totals:
             torch.zeros(4, dtype=torch.float64, device=device), torch.zeros(1, dtype=torch.float64, device=device)
         )
 
-    def add(self, loss: torch.Tensor, clipped: torch.Tensor, differences: torch.Tensor) -> None:
-        count = torch.tensor(len(differences), device=loss.device)
-        self.sums.add_(torch.stack([part.double() for part in (loss, clipped, differences.sum(), count)]))
+    def add(self, loss: torch.Tensor, clipped: torch.Tensor) -> None:
+        self.sums[:2].add_(torch.stack([loss.double(), clipped.double()]))
+
+    def compare(self, inputs: _LossInputs, logprobs: torch.Tensor, index: torch.Tensor) -> None:
+        """Log-probs under this update's weights against the sampler's, where the same version generated the token."""
+        differences = (logprobs - inputs.behaviour[index]).abs()[inputs.fresh[index]]
+        count = torch.tensor(len(differences), device=differences.device)
+        self.sums[2:].add_(torch.stack([differences.sum().double(), count.double()]))
         if len(differences):
             torch.maximum(self.largest, differences.max().double(), out=self.largest)
 

@@ -84,8 +84,13 @@ def look_at(policy: Policy, batch: Batch) -> dict[str, Any]:
 
 
 def gradients(loaded: Policy, micro_batch_size: int, recompute: bool, batch: Batch) -> dict[str, Any]:
-    """Loss, norm and gradients of one update at learning rate 0, which leaves the weights as they are."""
+    """Loss, norm and gradients of one update at learning rate 0, which leaves the weights as they are.
+
+    Against recomputed log-probs the KL term is zero with its gradient, so its coefficient is left out there.
+    """
     config = replace(loaded.config, micro_batch_size=micro_batch_size, recompute_micro_batch_size=micro_batch_size)
+    if recompute:
+        config = replace(config, algorithm=replace(config.algorithm, kl_coef=0.0))
     policy = replace(loaded, config=config)
     proximal = policy.recompute_logprobs(batch) if recompute else None
     result = policy.update(batch, proximal, version=1, learning_rate=0.0)
