@@ -19,6 +19,7 @@ from stages.context import StageContext
 from stages.rollout.client import GuardAnswer, GuardClient
 from stages.rollout.command import threads_per_worker
 from stages.rollout.errors import GuardOpenError, ServerDiedError, VllmStartError, describe_exit
+from stages.rollout.node_folder import leave_node_folder
 from stages.rollout.orders import Order
 from stages.rollout.registration import Registration
 from stages.rollout.server_process import ServerProcess
@@ -102,6 +103,7 @@ class ServerKeeper:
     def close(self) -> None:
         self.stop()
         self._caller.shutdown(wait=False, cancel_futures=True)
+        leave_node_folder(self._context.run.run_id)
 
     def _settings(self, start: StartPoint) -> ServerSettings:
         run, config = self._context.run, self._config

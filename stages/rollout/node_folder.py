@@ -35,6 +35,14 @@ def node_folder(run_id: str) -> Path:
     return folder
 
 
+def leave_node_folder(run_id: str) -> None:
+    """Remove the run's folder when nothing of any instance is in it any more; for the end of an instance."""
+    try:
+        node_folder(run_id).rmdir()
+    except OSError:
+        pass  # other instances of this node still use it, or it holds the lock file of the serial strategy
+
+
 @contextmanager
 def node_lock(run_id: str, *, deadline_s: float, check: Callable[[], None]) -> Iterator[float]:
     """One holder per node and run; yields the seconds waited. The kernel releases it when the process dies.

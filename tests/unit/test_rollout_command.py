@@ -211,6 +211,18 @@ def test_a_link_in_place_of_the_folder_is_refused(local_tmp: Path) -> None:
         node_folder.node_folder("abc")
 
 
+def test_the_last_instance_takes_the_folder_with_it(local_tmp: Path) -> None:
+    folder = node_folder.node_folder("abc")
+    (folder / "rollout_001").mkdir()
+
+    node_folder.leave_node_folder("abc")
+    assert folder.exists()
+
+    (folder / "rollout_001").rmdir()
+    node_folder.leave_node_folder("abc")
+    assert not folder.exists()
+
+
 def test_one_reload_at_a_time_holds_the_node_s_lock(local_tmp: Path) -> None:
     checks: list[bool] = []
 
