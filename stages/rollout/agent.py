@@ -28,6 +28,7 @@ from stages.rollout.settings import ServerSettings, read_token_digest
 _READY_POLL_S = 0.05
 _START_TRIES = 3
 _LAST_WORDS_S = 2.0
+_COMMON_STOP_S = 0.2
 _GUARDED_PATHS = ("/health", "/v1/models")
 
 Result = TypeVar("Result")
@@ -130,6 +131,7 @@ class ServerKeeper:
             self._context.check_stop()
             self._registration.check()
             if self.server.wait_for_end(_READY_POLL_S):
+                self._check_common_stop()
                 code = self.server.exit_code(_LAST_WORDS_S)
                 raise VllmStartError(f"it {describe_exit(code)}", self.server.log_tail(), str(self.log_path))
             try:
@@ -178,7 +180,16 @@ class ServerKeeper:
                 self._raise_death()
             raise ServerDiedError(None, self.server.log_tail(), str(self.log_path)) from error
 
+    def _check_common_stop(self) -> None:
+        """Raises StoppedError when the server ended because both were asked to stop.
+
+        Slurm sends a step's TERM to every process in it, so the server may have obeyed before we heard of it.
+        """
+        self._context.stop.wait(_COMMON_STOP_S)
+        self._context.check_stop()
+
     def _raise_death(self) -> None:
+        self._check_common_stop()
         code = self.server.exit_code(_LAST_WORDS_S)
         what = "the vLLM server" if code is not None else "a process of the vLLM server ended, and the server"
         raise ServerDiedError(code, self.server.log_tail(), str(self.log_path), what)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stages.context import StageContext, StoppedError
+from stages.rollout import agent
 from stages.rollout.errors import (
     GuardOpenError,
     RolloutOptionError,
@@ -218,3 +219,18 @@ def test_an_agent_of_an_attempt_that_is_over_ends(context: StageContext) -> None
 def test_only_processes_with_the_server_s_mark_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert marked_pids("no-such-server") == []
     assert SERVER_ID_VARIABLE not in os.environ
+
+
+def test_a_server_that_obeys_a_common_stop_before_its_agent_did_not_die(
+    context: StageContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "_COMMON_STOP_S", 10.0)  # however busy the machine is
+
+    def stop_both() -> None:
+        os.kill(status(context)["server_pid"], signal.SIGTERM)
+        awaited("the end of the server", lambda: not Path(f"/proc/{status(context)['server_pid']}/exe").exists())
+        context.stop.set()
+
+    when_ready(context, stop_both)
+    with pytest.raises(StoppedError):
+        run(context)
