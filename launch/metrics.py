@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+PHASES_PER_LINE = 4
 COLUMNS = ("step", "reward", "tokens/s", "staleness", "version", "sync s", "step s", "ETA")
 
 
@@ -78,7 +79,10 @@ def summary_text(summary: dict[str, Any], run_dir: Path) -> str:
         f"steps             {summary['steps']} in {duration(summary['wall_s'])}, attempts {summary['attempts']}"
     )
     phases = sorted(summary["phase_s"].items(), key=lambda item: -item[1])
-    lines.append("time per phase    " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases))
+    texts = [f"{name} {seconds:.1f} s" for name, seconds in phases if name != "steps"]
+    heads = ["time per phase    "] + [" " * 18] * len(texts)
+    rows = [texts[start : start + PHASES_PER_LINE] for start in range(0, len(texts), PHASES_PER_LINE)]
+    lines.extend(head + ", ".join(row) for head, row in zip(heads, rows, strict=False))
     if refresh:
         lines.append(f"weight refresh    median {refresh[len(refresh) // 2]:.3f} s, slowest {refresh[-1]:.3f} s")
     lines.append(f"checkpoint        {summary['checkpoint']}  (a HF folder: transformers loads it)")
