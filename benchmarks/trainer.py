@@ -34,7 +34,7 @@ from stages.trainer.parallel import connected
 from stages.trainer.policy import Policy
 
 ANSWER_TIMEOUT_S = 300.0
-SEQUENCES, TOKENS, PROMPT_TOKENS = 16, 2048, 256
+SEQUENCES, TOKENS, PROMPT_TOKENS, VOCAB = 16, 2048, 256, 151936
 MADE_UP = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -43,7 +43,7 @@ MADE_UP = {
     "intermediate_size": 8960,
     "num_attention_heads": 12,
     "num_key_value_heads": 2,
-    "vocab_size": 151936,
+    "vocab_size": VOCAB,
     "tie_word_embeddings": True,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
@@ -124,11 +124,9 @@ def make_up(run: RunDir, folder: Path) -> None:
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(MADE_UP))
     count = SEQUENCES * TOKENS
-    mask = np.zeros((SEQUENCES, TOKENS), np.uint8)
-    mask[:, PROMPT_TOKENS:] = 1
-    mask = mask.reshape(-1)
+    mask = (np.arange(count) % TOKENS >= PROMPT_TOKENS).astype(np.uint8)
     batch = Batch(
-        token_ids=np.random.default_rng(0).integers(0, MADE_UP["vocab_size"], count).astype(np.int32),
+        token_ids=np.random.default_rng(0).integers(0, VOCAB, count).astype(np.int32),
         loss_mask=mask,
         behaviour_logprobs=np.where(mask == 1, -12.0, 0.0).astype(np.float32),
         versions=np.where(mask == 1, 0, -1).astype(np.int32),
