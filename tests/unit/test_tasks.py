@@ -73,6 +73,15 @@ def test_the_verifier_of_the_library_is_the_reward() -> None:
     assert task.score("", problem) == 0.0
 
 
+def test_partial_credit_can_be_ruled_out() -> None:
+    params = {"dataset": "spell_backward", "whole_only": True}
+    task = make_task(TaskConfig(params=params), seed=0)
+    problem = task.train_problem(0)
+
+    wrong_end = problem.answer[:-1] + ("a" if problem.answer[-1] != "a" else "b")
+    assert (task.score(problem.answer, problem), task.score(wrong_end, problem)) == (1.0, 0.0)
+
+
 def test_prompt_and_answer_can_be_put_in_lower_case_with_a_template() -> None:
     task = make_task(
         TaskConfig(params={"dataset": "spell_backward", "lower": True, "template": "Q: {question} A:"}), seed=0

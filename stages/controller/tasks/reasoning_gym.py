@@ -28,6 +28,8 @@ class ReasoningGymTask(Task):
         lower: prompts, answers and completions are in lower case (for a small alphabet).
         answer_tag: take the last <tag>...</tag> of a completion as the answer; empty takes all of it, stripped.
         test_share: share of prompt texts on the test side.
+        whole_only: an answer that the verifier does not call wholly right (score 1) is worth 0. Partial credit can hold a
+            policy on answers that are almost right.
         chat: put prompts through the tokenizer's chat template.
     """
 
@@ -42,6 +44,7 @@ class ReasoningGymTask(Task):
         lower: bool = False,
         answer_tag: str = "",
         test_share: float = 0.1,
+        whole_only: bool = False,
         chat: bool = False,
     ) -> None:
         super().__init__(seed=seed, test_size=test_size)
@@ -55,6 +58,7 @@ class ReasoningGymTask(Task):
         self.lower = lower
         self.answer_tag = answer_tag
         self.test_share = test_share
+        self.whole_only = whole_only
         self.chat = chat
         _check_options(dataset, self.options)
         self._page = lru_cache(maxsize=8)(self._make_page)
@@ -88,7 +92,8 @@ class ReasoningGymTask(Task):
 
     def score(self, completion: str, problem: Problem) -> float:
         answer = self._extract(completion)
-        return 0.0 if answer is None else float(self._verifier.score_answer(answer, problem.data))
+        score = 0.0 if answer is None else float(self._verifier.score_answer(answer, problem.data))
+        return 0.0 if self.whole_only and score < 1.0 else score
 
     def _problem(self, entry: dict[str, Any]) -> Problem:
         prompt = self.template.replace("{question}", entry["question"])
