@@ -107,7 +107,7 @@ def test_a_missing_model_folder_is_refused_before_the_run_directory_is_made(tmp_
 def test_an_unsupported_architecture_is_refused_by_name(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "gpt2", architectures=["GPT2LMHeadModel"])
 
-    with pytest.raises(ConfigError, match="GPT2LMHeadModel.*supported: LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel.*supported: LlamaForCausalLM"):
         pipeline.prepare(["+experiment=demo", "warmup.steps=0", f"model_path={folder}"])
 
 
