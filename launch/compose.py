@@ -107,6 +107,8 @@ def _dotted(error: Exception, key: str) -> str:
 def unknown_key(name: str, overrides: Sequence[str]) -> str:
     """The message for an option that does not exist."""
     given = next((text for text in overrides if text.lstrip("+~").startswith(name)), "")
+    if name in groups():
+        return f"'{given or name}' needs a plus: +{given or name}"
     where = f" (from '{given}')" if given else ""
     return f"unknown option '{name}'{where}{_nearest(name, [*option_names(), *sections(), *groups()])}"
 

@@ -8,9 +8,10 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from conf.schema import LibraConfig
+from launch.errors import ConfigError
 from planner.architecture import Architecture
 from planner.memory import DTYPE_BYTES
 
@@ -29,12 +30,18 @@ def has_slurm(which: Callable[[str], str | None] = shutil.which, run: Callable[.
 
 
 def read_hf_config(model_path: Path) -> dict[str, Any] | None:
-    """config.json of a HF folder; None when there is no such folder or file. Raises ValueError for broken JSON."""
+    """config.json of a HF folder; None when there is no such folder or file. Raises ConfigError for anything but an object."""
     try:
         text = (model_path / "config.json").read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return cast("dict[str, Any]", json.loads(text))
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ConfigError([f"model_path={model_path}: config.json is not JSON ({error})"]) from error
+    if not isinstance(config, dict):
+        raise ConfigError([f"model_path={model_path}: config.json holds no object but a {type(config).__name__}"])
+    return config
 
 
 def model_folder_problems(model_path: Path) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from conf.load import load
 from conf.schema import LibraConfig
 from planner.plan import Plan
+from stages.files import read_json
 from stages.rundir import RunDir, RunNotFoundError
 from traces.recorder import Recorder
 
@@ -62,8 +63,12 @@ def open_context(
     rank: int = 0,
     world_size: int = 1,
     local_rank: int = 0,
+    alone: bool = False,
 ) -> Iterator[StageContext]:
-    """Read the run directory for one task of a stage and close its recorder at the end. Raises RunNotFoundError."""
+    """Read the run directory for one task of a stage and close its recorder at the end. Raises RunNotFoundError.
+
+    `alone` is for a stage that a person starts by hand: on a run that is over, the trace stays as it is.
+    """
     run = RunDir.open(Path(run_dir), writer=name, attempt=attempt)
     config = load(run.config_yaml)
     record = run.read(run.plan_json, any_attempt=True)
@@ -77,7 +82,7 @@ def open_context(
         trace_rank(role, name, rank),
         world_size,
         name,
-        enabled=config.phase_trace_enabled,
+        enabled=config.phase_trace_enabled and not (alone and read_json(run.summary_json)),
         num_slots=num_slots(plan, role, name),
     )
     try:

@@ -37,7 +37,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from stages.controller.tokenizer import TokenizerError
 
     name = "controller_alone" if arguments.no_train or arguments.evaluate else "controller"
-    with open_context("controller", arguments.run_dir, name=name) as context:
+    with open_context("controller", arguments.run_dir, name=name, alone=True) as context:
         install_stop_handlers(context.stop)
         try:
             if arguments.no_train:

@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument("--instance", default="rollout_000", help="instance of the plan to be (default: rollout_000)")
     options = parser.parse_args()
     try:
-        with open_context("rollout", options.run_dir, name=options.instance) as context:
+        with open_context("rollout", options.run_dir, name=options.instance, alone=True) as context:
             install_stop_handlers(context.stop)
             run_alone(context)
     except StoppedError:

@@ -77,8 +77,8 @@ def _serve(context: StageContext, start: StartPoint, digest_to_prove: str | None
 
 
 def _follow_requests(context: StageContext, keeper: ServerKeeper, registration: Registration) -> NoReturn:
-    """Apply every newer request; leaves only by an exception."""
-    handled = -1
+    """Apply every request for a version newer than the one served; leaves only by an exception."""
+    handled = registration.status.version
     since_s = time.monotonic()
     while True:
         request = pending_request(context.run, context.name, handled)

@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     name = "trainer" if options.replay is None else "trainer-replay"
     try:
-        with open_context("trainer", options.run, name=name) as context:
+        with open_context("trainer", options.run, name=name, alone=True) as context:
             if options.replay is not None:
                 from stages.trainer.replay import replay
 

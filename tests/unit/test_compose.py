@@ -50,6 +50,7 @@ def test_every_option_says_what_it_does() -> None:
         ("hardware=h100", "there is no hardware 'h100'"),
         ("+experiment=dmo", "did you mean 'demo'"),
         ("+experment=demo", "did you mean 'experiment'"),
+        ("experiment=demo", "needs a plus: +experiment=demo"),
         ("total_steps=many", "total_steps: Value 'many'"),
         ("train_gpus=null", "train_gpus"),
         ("~total_steps", "option 'total_steps' was removed"),

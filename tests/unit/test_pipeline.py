@@ -111,6 +111,15 @@ def test_an_unsupported_architecture_is_refused_by_name(tmp_path: Path) -> None:
         pipeline.prepare(["+experiment=demo", "warmup.steps=0", f"model_path={folder}"])
 
 
+@pytest.mark.parametrize("text", ["{broken", "[1, 2]", '"words"', "null"])
+def test_a_config_json_that_is_no_object_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    folder = model_folder(tmp_path / "model")
+    (folder / "config.json").write_text(text)
+
+    with pytest.raises(ConfigError, match=r"model_path=.*config\.json"):
+        pipeline.prepare(["+experiment=demo", "warmup.steps=0", f"model_path={folder}"])
+
+
 def test_sizes_come_from_the_model_folder_when_there_is_one(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "llama")
 
