@@ -28,6 +28,7 @@ from planner.plan import Plan
 from stages.desired import write_desired
 from stages.entry import run_stage
 from stages.files import write_bytes_atomic
+from stages.process import private_files
 from stages.rundir import RunDir
 
 
@@ -126,8 +127,10 @@ def submit(config: LibraConfig, plan: Plan, run: RunDir, *, entry: Entry = run_s
             raise SubmitError(
                 "launch.follow=false: a local run ends with its launcher; use launch.mode=slurm or launch.follow=true"
             )
-        return _submit_local(config, run, entry)
-    return _submit_slurm(config, plan, run, entry)
+        with private_files():
+            return _submit_local(config, run, entry)
+    with private_files():
+        return _submit_slurm(config, plan, run, entry)
 
 
 def reattach(run: RunDir, record: dict[str, Any]) -> Submission:

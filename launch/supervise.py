@@ -23,7 +23,7 @@ from launch.supervisor import Supervisor
 from launch.verdict import Cause
 from stages.desired import read_desired
 from stages.entry import run_stage
-from stages.process import die_with_parent
+from stages.process import PRIVATE_UMASK, die_with_parent
 from stages.rundir import RunDir
 
 
@@ -32,6 +32,7 @@ def supervise(run_dir: str, attempt: int, entry: Entry = run_stage) -> dict[str,
 
     By then state.json has the cause and no step runs. `entry` is the stage callable, replaced in tests only.
     """
+    os.umask(PRIVATE_UMASK)
     place = submitit.JobEnvironment()
     interruption = Interruption()
     interruption.install()

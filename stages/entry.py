@@ -10,7 +10,7 @@ from typing import Any
 import submitit
 
 from stages.context import StoppedError, open_context
-from stages.process import die_with_parent, install_stop_handlers
+from stages.process import PRIVATE_UMASK, die_with_parent, install_stop_handlers
 
 
 def run_stage(role: str, run_dir: str, attempt: int, name: str) -> dict[str, Any]:
@@ -20,6 +20,7 @@ def run_stage(role: str, run_dir: str, attempt: int, name: str) -> dict[str, Any
     supervisor takes for success, so failure is an exception, never sys.exit.
     """
     die_with_parent()
+    os.umask(PRIVATE_UMASK)
     stop = threading.Event()
     install_stop_handlers(stop)
     place = submitit.JobEnvironment()

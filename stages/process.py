@@ -6,6 +6,8 @@ import ctypes
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
@@ -28,6 +30,20 @@ def die_with_parent(expected_parent: int | None = None, signum: int = signal.SIG
         raise OSError(error, os.strerror(error))
     if expected_parent is not None and os.getppid() != expected_parent:
         raise ParentGoneError(f"parent {expected_parent} is gone")
+
+
+PRIVATE_UMASK = 0o077
+"""Logs, result pickles and span files are made by others (srun, submitit, libraries), with whatever the umask leaves."""
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """What is made meanwhile, also by processes that are started, belongs to its owner alone."""
+    before = os.umask(PRIVATE_UMASK)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def install_stop_handlers(stop: threading.Event) -> None:

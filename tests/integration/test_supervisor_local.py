@@ -76,6 +76,21 @@ def test_a_run_that_goes_well_succeeds_and_leaves_nothing(local: Any) -> None:
     }
 
 
+def test_all_that_a_run_leaves_belongs_to_its_owner_alone(local: Any) -> None:
+    before = os.umask(0)
+    try:
+        run = local()
+        go(run.run)
+        run.end()
+    finally:
+        os.umask(before)
+
+    left = [path for path in run.run.attempt_dir.rglob("*") if not path.is_symlink()]
+    assert {"supervisor.log", "trainer.1.log"} <= {path.name for path in left}
+    assert any(path.suffix == ".pkl" for path in left)
+    assert [str(path) for path in left if path.stat().st_mode & 0o077] == []
+
+
 @pytest.mark.parametrize(
     "victim, said",
     [

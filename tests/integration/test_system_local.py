@@ -88,8 +88,9 @@ def test_the_trace_of_a_run_has_all_three_stages(finished: SystemRun) -> None:
     assert {"controller", "rollout", "trainer"} <= roles
 
 
-def test_nothing_secret_is_readable_or_on_a_command_line(finished: SystemRun) -> None:
-    assert finished.run_dir.stat().st_mode & 0o077 == 0
+def test_nothing_of_a_run_is_readable_by_others_and_the_token_is_in_no_log(finished: SystemRun) -> None:
+    everything = [finished.run_dir, *finished.run_dir.rglob("*")]
+    assert [path for path in everything if not path.is_symlink() and path.stat().st_mode & 0o077] == []
     token = (finished.run_dir / "token").read_text().strip()
 
     logs = "".join(path.read_text(errors="replace") for path in (finished.run_dir / "attempts/0/logs").iterdir())
