@@ -12,6 +12,9 @@ from launch.verdict import Cause
 HARD_STOP_S = 90
 """After the first signal the supervisor has this long; then SIGALRM ends it, and with it every step (PDEATHSIG)."""
 
+PARENT_GONE = "the launcher, or submitit's controller that it started, ended, and the run with it"
+"""The kernel says only that the parent is gone. Of a local run that is submitit's controller, which dies with the launcher."""
+
 CANCELLED = {signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
@@ -46,5 +49,5 @@ class Interruption:
             return Cause("supervisor", "time_limit", f"the time limit is near ({name}); raise slurm.time_min", 124)
         code = CANCELLED[signal.Signals(signum)]
         if os.getppid() != self._parent:
-            return Cause("supervisor", "cancelled", "the launcher ended, and the run with it", code)
+            return Cause("supervisor", "cancelled", PARENT_GONE, code)
         return Cause("supervisor", "cancelled", f"the run was cancelled ({name})", code)
