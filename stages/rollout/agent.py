@@ -59,6 +59,7 @@ class ServerKeeper:
         read_token_digest(context.run.token_file)  # raises when others could read it
         self._caller = ThreadPoolExecutor(1, thread_name_prefix="orders")
         self._server: ServerProcess | None = None
+        self._is_broken = False
         self.log_path = context.run.logs / f"{context.name}.server.log"
 
     @property
@@ -98,7 +99,8 @@ class ServerKeeper:
         """Stop the server, if there is one, and everything that it started. Raises ProcessesLeftError."""
         if self._server is not None:
             with self._context.recorder.span("stop_server"):
-                self._server.stop(self._config.rollout.stop_timeout_s)
+                # Half a server has nothing left to finish, and the run's failure waits for its end.
+                self._server.stop(0.0 if self._is_broken else self._config.rollout.stop_timeout_s)
             self._server = None
 
     def close(self) -> None:
@@ -190,8 +192,10 @@ class ServerKeeper:
 
     def _raise_death(self) -> None:
         self._check_common_stop()
+        self._is_broken = True
+        ended = ", ".join(self.server.ended_children()) or "a process"
         code = self.server.exit_code(_LAST_WORDS_S)
-        what = "the vLLM server" if code is not None else "a process of the vLLM server ended, and the server"
+        what = "the vLLM server" if code is not None else f"{ended} of the vLLM server ended, and the server"
         raise ServerDiedError(code, self.server.log_tail(), str(self.log_path), what)
 
 

@@ -17,7 +17,7 @@ class VllmStartError(RolloutError):
     """The server did not become ready. The message ends with the last lines of its log."""
 
     def __init__(self, why: str, log_tail: str, log_path: str) -> None:
-        super().__init__(f"vLLM did not start: {why}\nlast lines of {log_path}:\n{log_tail}")
+        super().__init__(f"vLLM did not start: {why}\nlast lines of {log_path}:\n{quoted(log_tail)}")
         self.log_tail = log_tail
 
 
@@ -25,7 +25,7 @@ class ServerDiedError(RolloutError):
     """The server ended although nobody asked it to."""
 
     def __init__(self, exit_code: int | None, log_tail: str, log_path: str, what: str = "the vLLM server") -> None:
-        super().__init__(f"{what} {describe_exit(exit_code)}\nlast lines of {log_path}:\n{log_tail}")
+        super().__init__(f"{what} {describe_exit(exit_code)}\nlast lines of {log_path}:\n{quoted(log_tail)}")
         self.exit_code = exit_code
         self.log_tail = log_tail
 
@@ -119,6 +119,11 @@ class ProofFailedError(ReloadRefusedError):
 
 class NotServingError(Exception):
     """An answer may not leave the server: it holds no proved weights."""
+
+
+def quoted(log_tail: str) -> str:
+    """Marked line by line, so that a traceback in the log is not taken for that of the error which quotes it."""
+    return "\n".join(f"  | {line}" for line in log_tail.splitlines())
 
 
 def describe_exit(exit_code: int | None) -> str:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from conf.schema import LibraConfig
@@ -39,6 +39,7 @@ class ServerProcess:
     log_start: int
     scratch: Path
     _pidfds: dict[int, int]
+    _names: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def start(
@@ -86,7 +87,8 @@ class ServerProcess:
         for pid in set(marked_pids(self.server_id)) - self._pidfds.keys():
             try:
                 self._pidfds[pid] = os.pidfd_open(pid)
-            except ProcessLookupError:
+                self._names[pid] = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
+            except (ProcessLookupError, FileNotFoundError):
                 pass  # a helper that ended meanwhile; the server's own end is watched anyway
 
     def wait_for_end(self, timeout_s: float) -> bool:
@@ -95,6 +97,14 @@ class ServerProcess:
         for fd in self._pidfds.values():
             poll.register(fd, select.POLLIN)
         return bool(poll.poll(max(0.0, timeout_s) * 1e3))
+
+    def ended_children(self) -> list[str]:
+        """Watched processes behind the server that have ended, with their names (Linux keeps 15 characters of them)."""
+        poll = select.poll()
+        pids = {fd: pid for pid, fd in self._pidfds.items() if pid != self.pid}
+        for fd in pids:
+            poll.register(fd, select.POLLIN)
+        return [f"{self._names.get(pids[fd], 'process')} (pid {pids[fd]})" for fd, _ in poll.poll(0)]
 
     def exit_code(self, timeout_s: float = 0.0) -> int | None:
         """As `Popen.returncode`: negative for a signal, None while the server itself still runs."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launch.steps import exception_text
 from stages.context import StageContext, StoppedError
 from stages.rollout import agent
 from stages.rollout.errors import (
@@ -83,6 +85,16 @@ def test_a_server_that_exits_at_the_start_is_reported_with_its_last_words(
         run(context)
 
     assert time.monotonic() - started_s < 10
+
+
+def test_a_traceback_in_the_servers_log_is_not_taken_for_the_agents_own() -> None:
+    log_tail = 'Traceback (most recent call last):\n  File "core.py", line 1, in start\nRuntimeError: see root cause above'
+    try:
+        raise VllmStartError("it was killed by SIGKILL", log_tail, "server.log")
+    except VllmStartError:
+        text = traceback.format_exc()
+
+    assert "VllmStartError: vLLM did not start: it was killed by SIGKILL" in exception_text(text.splitlines())
 
 
 def test_the_reason_of_a_failed_start_is_not_hidden_by_what_libraries_print_at_exit(
@@ -184,15 +196,22 @@ def test_the_death_of_a_process_behind_the_server_is_noticed_too(
     context: StageContext, servers: list[ServerProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_CHILD", "1")
+    monkeypatch.setenv("FAKE_STOP", "stubborn")
+    context.config.rollout.stop_timeout_s = 60.0
+    killed: list[tuple[int, float]] = []
 
     def kill() -> None:
         server = servers[0]
         (child,) = set(marked_pids(server.server_id)) - {server.pid}
+        killed.append((child, time.monotonic()))
         os.kill(child, signal.SIGKILL)
 
     when_ready(context, kill)
-    with pytest.raises(ServerDiedError, match="a process of the vLLM server ended"):
+    with pytest.raises(ServerDiedError, match=r"sleep \(pid \d+\) of the vLLM server ended") as caught:
         run(context)
+
+    assert f"(pid {killed[0][0]})" in str(caught.value)
+    assert time.monotonic() - killed[0][1] < 10  # what is left of the server is not waited for
 
 
 def test_a_server_that_ignores_term_and_its_stray_children_are_killed(
