@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from launch.errors import ConfigError
-from stages.files import list_names
-from stages.rundir import RunDir, RunNotFoundError
+from stages.files import DamagedRecordError, list_names
+from stages.rundir import RunDir, RunDirectoryError, RunNotFoundError
 
 HEARTBEAT_WATCH_S = 3.0
 """The supervisor's counter moves at least once a second; a counter that stands still this long has no supervisor."""
@@ -25,7 +27,13 @@ def check_free(run_dir: Path, *, replace_finished: bool, watch_s: float = HEARTB
         run = RunDir.open(run_dir, writer="launcher")
     except RunNotFoundError:
         raise ConfigError([f"launch.run_dir={run_dir} holds other files; choose another launch.run_dir"]) from None
-    if is_alive(run, watch_s=watch_s):
+    except (RunDirectoryError, DamagedRecordError) as error:
+        raise ConfigError([_unreadable(run_dir, error)]) from error
+    try:
+        alive = is_alive(run, watch_s=watch_s)
+    except DamagedRecordError as error:
+        raise ConfigError([_unreadable(run_dir, error)]) from error
+    if alive:
         raise ConfigError(
             [
                 f"launch.run_dir={run_dir} is in use by a running job; choose another launch.run_dir, or stop that run first"
@@ -38,6 +46,13 @@ def check_free(run_dir: Path, *, replace_finished: bool, watch_s: float = HEARTB
                 " or launch.replace_finished=true to move it aside"
             ]
         )
+
+
+def _unreadable(run_dir: Path, error: Exception) -> str:
+    return (
+        f"launch.run_dir={run_dir} holds a run of which nobody can say whether it is over: {error};"
+        " choose another launch.run_dir, or move it away when you know that it is"
+    )
 
 
 def is_alive(run: RunDir, *, watch_s: float, sleep: Callable[[float], None] = time.sleep) -> bool:
@@ -53,11 +68,22 @@ def is_alive(run: RunDir, *, watch_s: float, sleep: Callable[[float], None] = ti
         now = run.read(run.state_json)
         if now is not None and now.get("heartbeat") != first.get("heartbeat"):
             return now.get("phase") not in ("succeeded", "failed")
-    return False
+    return _is_here(run, first) or _is_queued(run)
+
+
+def _is_here(run: RunDir, state: dict[str, Any]) -> bool:
+    """Is the supervisor of `state` a process of this host, if only a stopped one?"""
+    if state.get("host") != socket.gethostname():
+        return False
+    try:
+        command = Path(f"/proc/{state['pid']}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return str(run.submitit).encode() in command.split(b"\0")
 
 
 def _is_queued(run: RunDir) -> bool:
-    """No supervisor has reported yet: ask Slurm whether the submitted job still waits."""
+    """No supervisor reports: ask Slurm whether the submitted job still waits, or runs (it may be suspended)."""
     record = run.read(run.submission_json)
     if record is None or record.get("mode") != "slurm":
         return False

@@ -122,7 +122,10 @@ def test_a_killed_controller_of_submitit_ends_the_run_in_order(local: Any) -> No
 
     os.kill(int(run.submission.job_id), signal.SIGKILL)
 
-    assert run.end() == ("failed", "supervisor: the launcher, or submitit's controller that it started, ended, and the run with it")
+    assert run.end() == (
+        "failed",
+        "supervisor: the launcher, or submitit's controller that it started, ended, and the run with it",
+    )
 
 
 def test_a_stage_that_raises_ends_the_run_with_its_exception_and_log(local: Any) -> None:
@@ -201,7 +204,10 @@ def test_a_killed_launcher_takes_the_whole_run_along(tmp_path: Path) -> None:
     until(lambda: not processes_of(run), LIMIT_S, "the end of all processes")
 
     assert state(run)["phase"] == "failed"
-    assert state(run)["cause"]["message"] == "the launcher, or submitit's controller that it started, ended, and the run with it"
+    assert (
+        state(run)["cause"]["message"]
+        == "the launcher, or submitit's controller that it started, ended, and the run with it"
+    )
 
 
 def test_a_supervisor_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +61,51 @@ def test_a_crashed_run_whose_heartbeat_stands_still_may_be_replaced(tmp_path: Pa
     run.write(run.state_json, {"phase": "running", "heartbeat": 7})
 
     occupancy.check_free(run.root, replace_finished=True, watch_s=0.2)
+
+
+def test_a_supervisor_that_is_stopped_still_has_its_directory(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run")
+    with subprocess.Popen([sys.executable, "-c", "input()", str(run.submitit)], stdin=subprocess.PIPE) as stopped:
+        state = {"phase": "running", "heartbeat": 7, "host": socket.gethostname(), "pid": stopped.pid}
+        run.write(run.state_json, state)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(ConfigError, match="in use by a running job"):
+                occupancy.check_free(run.root, replace_finished=True, watch_s=0.2)
+        finally:
+            stopped.kill()
+
+
+def test_a_job_that_slurm_still_has_keeps_its_directory_although_its_supervisor_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.create(tmp_path / "run")
+    run.write(run.submission_json, {"mode": "slurm", "job_id": "7"})
+    run.write(run.state_json, {"phase": "running", "heartbeat": 7, "host": "another", "pid": 1})
+    monkeypatch.setattr("launch.executors.reattach", lambda *_: SimpleNamespace(poll=lambda: ("running", "suspended")))
+
+    with pytest.raises(ConfigError, match="in use by a running job"):
+        occupancy.check_free(run.root, replace_finished=True, watch_s=0.2)
+
+
+@pytest.mark.parametrize("record", ["run.json", "attempts/0/state.json", "attempts/0/submission.json"])
+@pytest.mark.parametrize("damage", ['{"phase": "runn', "[]", "\xff"])
+def test_a_run_with_a_damaged_record_is_refused_by_the_name_of_the_record(
+    tmp_path: Path, record: str, damage: str
+) -> None:
+    run = RunDir.create(tmp_path / "run")
+    (run.root / record).write_bytes(damage.encode("latin-1"))
+
+    with pytest.raises(ConfigError, match=record):
+        occupancy.check_free(run.root, replace_finished=True, watch_s=0.2)
+
+
+def test_a_run_of_another_layout_is_refused(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run")
+    run.run_json.write_text('{"schema_version": 99, "run_id": "x"}')
+
+    with pytest.raises(ConfigError, match="has layout 99"):
+        occupancy.check_free(run.root, replace_finished=True)
 
 
 def test_taking_moves_old_runs_aside_and_never_over_each_other(tmp_path: Path) -> None:

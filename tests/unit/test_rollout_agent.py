@@ -88,7 +88,9 @@ def test_a_server_that_exits_at_the_start_is_reported_with_its_last_words(
 
 
 def test_a_traceback_in_the_servers_log_is_not_taken_for_the_agents_own() -> None:
-    log_tail = 'Traceback (most recent call last):\n  File "core.py", line 1, in start\nRuntimeError: see root cause above'
+    log_tail = (
+        'Traceback (most recent call last):\n  File "core.py", line 1, in start\nRuntimeError: see root cause above'
+    )
     try:
         raise VllmStartError("it was killed by SIGKILL", log_tail, "server.log")
     except VllmStartError:
