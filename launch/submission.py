@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -21,6 +22,22 @@ QUEUE_FIRST_S = 1.0
 QUEUE_LAST_S = 10.0
 STALLED_S = 4.0
 """A supervisor whose heartbeat stands still this long is asked about at once."""
+HUNG_S = 60.0
+"""A local supervisor whose heartbeat stands still this long is ended: nobody else could, and its run would never end."""
+
+
+class Pulse:
+    """How long the heartbeat in state.json has stood still, on this process's clock; 0 before the first."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._beat, self._seen_s = -1, clock()
+
+    def still_s(self, state: dict[str, Any]) -> float:
+        beat, now_s = int(state.get("heartbeat", -1)), self._clock()
+        if beat != self._beat:
+            self._beat, self._seen_s = beat, now_s
+        return now_s - self._seen_s if beat >= 0 else 0.0
 
 
 class Submission(ABC):
@@ -80,7 +97,7 @@ class SlurmSubmission(Submission):
         self._answer: tuple[str, str] = ("pending", "")
         self._asked_s = float("-inf")
         self._pause_s = QUEUE_FIRST_S
-        self._beat: tuple[int, float] = (-1, clock())
+        self._pulse = Pulse(clock)
 
     def cancel(self) -> None:
         """TERM to the supervisor of a running job (it stops the steps in order); a pending job is just removed."""
@@ -92,17 +109,12 @@ class SlurmSubmission(Submission):
     def _ask(self) -> tuple[str, str]:
         """Asks Slurm at growing intervals (1 s to 10 s), and at once when the heartbeat stands still."""
         now_s = self._clock()
-        waited_s, is_stalled = now_s - self._asked_s, self._is_stalled(now_s)
+        is_stalled = self._pulse.still_s(self.run.read(self.run.state_json) or {}) > STALLED_S
+        waited_s = now_s - self._asked_s
         if waited_s >= self._pause_s or (is_stalled and waited_s >= QUEUE_FIRST_S):
             self._asked_s, self._pause_s = now_s, min(self._pause_s * 1.5, QUEUE_LAST_S)
             self._answer = self._ask_queue()
         return self._answer
-
-    def _is_stalled(self, now_s: float) -> bool:
-        beat = int((self.run.read(self.run.state_json) or {}).get("heartbeat", -1))
-        if beat != self._beat[0]:
-            self._beat = (beat, now_s)
-        return beat >= 0 and now_s - self._beat[1] > STALLED_S
 
     def _ask_queue(self) -> tuple[str, str]:
         try:
@@ -125,18 +137,26 @@ class SlurmSubmission(Submission):
 class LocalSubmission(Submission):
     mode = "local"
 
-    def __init__(self, run: RunDir, job: LocalPairJob) -> None:
+    def __init__(self, run: RunDir, job: LocalPairJob, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(run, str(job.job_id))
         self.job = job
+        self._pulse = Pulse(clock)
+        self._hung = ""
 
     def cancel(self) -> None:
         self.job.cancel()
 
     def _ask(self) -> tuple[str, str]:
         code = self.job.exit_status()
-        if code is None or (code < 0 and self._supervisor_lives()):
-            return "running", ""
+        if not self._hung and (code is None or (code < 0 and self._supervisor_lives())):
+            state = self.run.read(self.run.state_json) or {}
+            if self._pulse.still_s(state) <= HUNG_S:
+                return "running", ""
+            self._hung = f"hung: its heartbeat stood still for {HUNG_S:g} s; it was killed"
+            os.kill(int(state["pid"]), signal.SIGKILL)  # and with it its steps
         self._sweep()
+        if self._hung or code is None:
+            return "failed", f"supervisor: {self._hung}"
         how = f"killed by {signal_name(abs(code) % 128)}" if code < 0 or code > 128 else f"exited {code}"
         words = self._supervisor_error()
         return self._last_word() or ("failed", f"supervisor: {how}{f': {words}' if words else ''}")

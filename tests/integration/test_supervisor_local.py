@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from launch import submission
 from launch.executors import submit
 from launch.submission import LocalSubmission
 from launch.sweep import sweep
@@ -33,9 +34,9 @@ class LocalRun:
     def __init__(self, root: Path, behaviours: dict[str, dict[str, Any]]) -> None:
         self.config, self.plan = fake_config(), fake_plan(train_gpus=2)
         self.run: RunDir = fake_run(root, self.config, self.plan, behaviours)
-        submission = submit(self.config, self.plan, self.run, entry=entry)
-        assert isinstance(submission, LocalSubmission)
-        self.submission = submission
+        submitted = submit(self.config, self.plan, self.run, entry=entry)
+        assert isinstance(submitted, LocalSubmission)
+        self.submission = submitted
         self.pids = await_ready(self.run, TASKS)
 
     def end(self) -> tuple[str, str]:
@@ -115,6 +116,16 @@ def test_a_killed_supervisor_takes_every_step_along(local: Any) -> None:
 
     assert run.end() == ("failed", "supervisor: killed by SIGKILL")
     assert run.submission.exit_code == 1
+
+
+def test_a_supervisor_that_hangs_is_noticed_named_and_ended(local: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "HUNG_S", 2.5)
+    run = local(SERVING)
+    assert run.submission.poll() == ("running", "")
+
+    os.kill(state(run.run)["pid"], signal.SIGSTOP)
+
+    assert run.end() == ("failed", "supervisor: hung: its heartbeat stood still for 2.5 s; it was killed")
 
 
 def test_a_killed_controller_of_submitit_ends_the_run_in_order(local: Any) -> None:
