@@ -96,8 +96,10 @@ class Progress:
         return True
 
     def _owed(self, batches_written: int) -> str:
-        """The record that the trainer must write next; empty when it waits for us."""
-        if self.served_version < 0 or (self.next_version <= self.trained_steps and not self.is_complete):
+        """The record that the trainer must write next; empty when it waits for us, or for the first start of the servers."""
+        if self.served_version < 0:
+            return ""
+        if self.next_version <= self.trained_steps and not self.is_complete:
             return str(self.run.refreshed_json(self.next_version))
         if self.trained_steps < batches_written:
             return str(self.run.batch(self.trained_steps) / "trained.json")

@@ -91,6 +91,18 @@ def test_a_trainer_that_owes_nothing_may_be_silent(run: RunDir) -> None:
     assert progress.served_version == 0
 
 
+def test_the_time_that_servers_take_to_start_is_not_the_trainers(run: RunDir) -> None:
+    clock = iter(range(0, 10_000, 1000))
+    progress = progress_of(run, clock=lambda: next(clock))
+
+    for _ in range(3):
+        progress.look(batches_written=0)
+
+    refresh(run, 0)
+    progress.look(batches_written=0)
+    assert progress.served_version == 0
+
+
 def test_a_silent_trainer_is_told_which_record_is_missing(run: RunDir) -> None:
     clock = iter([0.0, 1.0, 2.0, 63.0])
     progress = progress_of(run, clock=lambda: next(clock))
