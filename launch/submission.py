@@ -16,6 +16,7 @@ from launch.local import LocalPairJob
 from launch.slurm import JobPhase, signal_name
 from launch.steps import exception_text, tail
 from launch.sweep import sweep
+from stages.rollout.node_folder import remove_node_folder
 from stages.rundir import RunDir
 
 QUEUE_FIRST_S = 1.0
@@ -81,6 +82,7 @@ class Submission(ABC):
     def _sweep(self) -> None:
         """The steps died with their supervisor; on this host, end what had left its parents behind."""
         sweep(f"{self.run.run_id}.{self.run.attempt}.")
+        remove_node_folder(self.run.run_id)
 
     def _supervisor_error(self) -> str:
         """Why a supervisor ended before it could record anything, from its log."""

@@ -24,6 +24,7 @@ from launch.verdict import Cause
 from stages.desired import read_desired
 from stages.entry import run_stage
 from stages.process import PRIVATE_UMASK, die_with_parent
+from stages.rollout.node_folder import remove_node_folder
 from stages.rundir import RunDir
 
 
@@ -54,6 +55,7 @@ def supervise(run_dir: str, attempt: int, entry: Entry = run_stage) -> dict[str,
             failure_grace_s=config.launch.stop_grace_s,
         ).run()
     finally:
+        remove_node_folder(run.run_id)
         journal.close()
         signal.alarm(0)
     if cause is not None:

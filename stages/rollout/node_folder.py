@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import stat
 import tempfile
 import time
@@ -24,15 +25,24 @@ class ForeignFolderError(RolloutError):
 
 def node_folder(run_id: str) -> Path:
     """The run's own folder on this node, mode 0700, made when missing. Raises ForeignFolderError."""
-    base = Path(tempfile.gettempdir())
-    if len(str(base)) > _MAX_SOCKET_FOLDER_LENGTH - 30:
-        base = Path("/tmp")
-    folder = base / f"libra-{os.geteuid()}-{run_id}"
+    folder = _place(run_id)
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ForeignFolderError(f"{folder} is not a folder of user {os.geteuid()} with mode 0700")
     return folder
+
+
+def _place(run_id: str) -> Path:
+    base = Path(tempfile.gettempdir())
+    if len(str(base)) > _MAX_SOCKET_FOLDER_LENGTH - 30:
+        base = Path("/tmp")
+    return base / f"libra-{os.geteuid()}-{run_id}"
+
+
+def remove_node_folder(run_id: str) -> None:
+    """Remove the run's folder with all that killed instances left in it; for when none of them runs here any more."""
+    shutil.rmtree(_place(run_id), ignore_errors=True)
 
 
 def leave_node_folder(run_id: str) -> None:

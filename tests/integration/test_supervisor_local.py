@@ -20,6 +20,7 @@ from launch import submission
 from launch.executors import submit
 from launch.submission import LocalSubmission
 from launch.sweep import sweep
+from stages.rollout.node_folder import node_folder
 from stages.rundir import RunDir
 from tests.fake_runs import await_ready, fake_config, fake_plan, fake_run, go, processes_of, state, until
 from tests.fake_stages import entry
@@ -116,6 +117,19 @@ def test_a_killed_supervisor_takes_every_step_along(local: Any) -> None:
 
     assert run.end() == ("failed", "supervisor: killed by SIGKILL")
     assert run.submission.exit_code == 1
+
+
+@pytest.mark.parametrize("victim", ["rollout_000.0", "supervisor"])
+def test_what_a_killed_instance_left_on_the_node_goes_with_the_run(local: Any, victim: str) -> None:
+    run = local(SERVING)
+    left = node_folder(run.run.run_id) / "rollout_000-1234"
+    left.mkdir()
+    (left / "socket").touch()
+
+    os.kill(state(run.run)["pid"] if victim == "supervisor" else run.pids[victim], signal.SIGKILL)
+
+    run.end()
+    assert not left.parent.exists()
 
 
 def test_a_supervisor_that_hangs_is_noticed_named_and_ended(local: Any, monkeypatch: pytest.MonkeyPatch) -> None:
