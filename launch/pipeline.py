@@ -27,7 +27,7 @@ from stages.files import wait_for, write_bytes_atomic
 from stages.rundir import RunDir
 from stages.trainer.architecture import ModelError, check_tensor_parallel
 from stages.trainer.architecture import read_architecture as read_trainable
-from stages.warmup.key import cached_policy_path
+from stages.warmup.key import cached_policy_path, damage
 
 WARMUP_FAILED = (
     "the warm-up failed (exit code {code}); its output is above. Change warmup.* or set model_path and warmup.steps=0"
@@ -134,13 +134,16 @@ def dry_run_text(prepared: Prepared) -> str:
 
 def warm_up(config: LibraConfig) -> None:
     """Make the starter policy when the cache does not hold it. Raises LibraError when that fails."""
-    if not config.warmup.steps or (Path(config.model_path) / "config.json").is_file():
+    if not config.warmup.steps or not damage(Path(config.model_path)):
         return
     text = OmegaConf.to_yaml(OmegaConf.structured(config)).encode()
     folder = Path(config.launch.cache_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     request = folder / f"warmup-{secrets.token_hex(4)}.yaml"
-    write_bytes_atomic(request, text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomic(request, text)
+    except OSError as error:
+        raise ConfigError([f"launch.cache_dir={folder} cannot hold the starter policy: {error}; change it"]) from error
     try:
         command = [config.launch.python, "-m", "stages.warmup", "--config", str(request), "--out", config.model_path]
         done = subprocess.run(command, check=False)

@@ -17,7 +17,7 @@ from pathlib import Path
 from conf.schema import LibraConfig
 from stages.files import fsync_path, fsync_paths, list_names, make_directory
 from stages.warmup.errors import WarmupBusyError, WarmupError
-from stages.warmup.key import warmup_key
+from stages.warmup.key import cached_policy_path, damage, warmup_key
 
 LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.2
@@ -38,7 +38,9 @@ def ensure_policy(config: LibraConfig, folder: Path) -> bool:
     make_directory(folder.parent)
     with _lock(folder.with_name(f".{folder.name}.lock")):
         if folder.name in list_names(folder.parent):
-            return False
+            if not (why := damage(folder)):
+                return False
+            _discard(config, folder, why)
         temporary = folder.with_name(f".{folder.name}.tmp-{secrets.token_hex(4)}")
         try:
             _make(config, make_directory(temporary))
@@ -46,6 +48,18 @@ def ensure_policy(config: LibraConfig, folder: Path) -> bool:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return True
+
+
+def _discard(config: LibraConfig, folder: Path, why: str) -> None:
+    """Make room for a whole policy. Raises WarmupError for a folder that is not one of the cache's own."""
+    if folder.name != cached_policy_path(config, folder.parent).name:
+        raise WarmupError(
+            f"model_path={folder} cannot be used ({why}), and is not ours to replace; remove or change it"
+        )
+    print(f"warm-up: {folder} is damaged ({why}): making it again", flush=True)
+    trash = folder.with_name(f".{folder.name}.trash-{secrets.token_hex(4)}")
+    os.rename(folder, trash)
+    shutil.rmtree(trash)
 
 
 def _make(config: LibraConfig, folder: Path) -> None:

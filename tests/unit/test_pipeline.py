@@ -165,3 +165,11 @@ def test_slurm_counts_only_when_its_controller_answers(code: int, answer: str, w
     done = subprocess.CompletedProcess([], code, answer, "")
 
     assert machine.has_slurm(lambda name: f"/usr/bin/{name}", lambda *args, **options: done) is wanted
+
+
+def test_a_cache_that_cannot_be_written_is_named_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    prepared = pipeline.prepare(["+experiment=demo", f"launch.cache_dir={tmp_path}/file/cache"])
+
+    with pytest.raises(ConfigError, match=r"launch\.cache_dir=.*/file/cache"):
+        pipeline.warm_up(prepared.config)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conf.schema import LibraConfig, ModelConfig, TaskConfig, WarmupConfig
@@ -23,7 +26,7 @@ from stages.warmup import make
 from stages.warmup.answering import generate
 from stages.warmup.compare import continue_supervised, learning_rate
 from stages.warmup.errors import WarmupError
-from stages.warmup.key import cached_policy_path, warmup_key
+from stages.warmup.key import cached_policy_path, damage, warmup_key
 from stages.warmup.supervised import IGNORED, PROBLEMS_APART, Example, Progress, collate, labelled_data, train
 from stages.warmup.vocabulary import EOS_ID, build_tokenizer, encode_strictly, save_tokenizer
 
@@ -224,10 +227,55 @@ def test_the_same_options_make_the_same_weights(tmp_path: Path) -> None:
 
 
 def test_a_policy_that_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "policy").mkdir()
+    put_policy(tmp_path / "policy")
     monkeypatch.setattr(make, "_make", lambda config, folder: pytest.fail("made again"))
 
     assert not make.ensure_policy(small_config(), tmp_path / "policy")
+
+
+def put_policy(folder: Path) -> None:
+    """The files of a policy, as a made one has them."""
+    folder.mkdir(exist_ok=True)
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    save_file({"a": torch.ones(3), "b": torch.ones(500)}, folder / "model.safetensors")
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no config.json": lambda folder: (folder / "config.json").unlink(),
+    "no tokenizer.json": lambda folder: (folder / "tokenizer.json").unlink(),
+    "no *.safetensors": lambda folder: (folder / "model.safetensors").unlink(),
+    "model.safetensors is cut short": lambda folder: os.truncate(folder / "model.safetensors", 1000),
+    "model.safetensors is cut short, in its header": lambda folder: os.truncate(folder / "model.safetensors", 40),
+    "model.safetensors is cut short, to nothing": lambda folder: os.truncate(folder / "model.safetensors", 0),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_policy_in_the_cache_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    config = small_config()
+    folder = cached_policy_path(config, tmp_path)
+    put_policy(folder)
+    DAMAGES[what](folder)
+    monkeypatch.setattr(make, "_make", lambda config, folder: put_policy(folder))
+
+    assert make.ensure_policy(config, folder)
+
+    assert damage(folder) == ""
+    assert what.partition(",")[0] in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir() if "trash" in path.name] == []
+
+
+def test_a_damaged_folder_that_is_not_of_the_cache_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("precious")
+
+    with pytest.raises(WarmupError, match=r"mine cannot be used \(no \*\.safetensors\)"):
+        make.ensure_policy(small_config(), tmp_path / "mine")
+
+    assert (tmp_path / "mine" / "config.json").read_text() == "precious"
 
 
 def test_of_two_at_once_one_makes_and_the_other_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +285,7 @@ def test_of_two_at_once_one_makes_and_the_other_waits(tmp_path: Path, monkeypatc
         made.append(folder)
         entered.set()
         assert go_on.wait(20)
-        (folder / "config.json").write_text("{}")
+        put_policy(folder)
 
     monkeypatch.setattr(make, "_make", slow_make)
     results: list[bool] = []
