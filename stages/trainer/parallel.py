@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
+from conf.schema import LibraConfig
 from stages.context import StageContext, StoppedError
 from stages.files import wait_for
 
@@ -130,9 +131,22 @@ def _device(context: StageContext) -> torch.device:
 
 def _collective_timeout_s(context: StageContext) -> float:
     """Longer than any wait in which one rank may keep the others: for a batch, or for the instances' ACKs."""
-    config = context.config
-    longest_s = max(config.global_resource_planner.runtime_batch_collection_timeout_s, config.weights.refresh_timeout_s)
+    config, instances = context.config, len(context.plan.rollout.instances)
+    restarts = config.rollout_weight_reload_method == "restart"
+    starts = 1 + (instances if restarts and config.rollout_weight_reload_strategy == "serial" else int(restarts))
+    start_s = config.rollout.ready_timeout_s + config.rollout.stop_timeout_s
+    longest_s = max(
+        batch_timeout_s(config, step=0),
+        batch_timeout_s(config, step=1),
+        config.weights.refresh_timeout_s + starts * start_s,
+    )
     return longest_s + EXTRA_TIMEOUT_S
+
+
+def batch_timeout_s(config: LibraConfig, step: int) -> float:
+    """How long batch `step` may take. Before the first one the controller evaluates: greedy answers, then samples."""
+    evaluation_s = 2 * config.rollout.request_timeout_s if config.launch.evaluate and step == 0 else 0.0
+    return config.global_resource_planner.runtime_batch_collection_timeout_s + evaluation_s
 
 
 def _grid(context: StageContext, tp: int, device: torch.device, timeout: timedelta) -> RankGrid:

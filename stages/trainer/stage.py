@@ -16,7 +16,7 @@ from stages.context import StageContext, StoppedError
 from stages.files import wait_for
 from stages.trainer.consumption import check_consumable
 from stages.trainer.hf_weights import export_shards
-from stages.trainer.parallel import RankGrid, TrainerRanks, connected
+from stages.trainer.parallel import RankGrid, TrainerRanks, batch_timeout_s, connected
 from stages.trainer.policy import Policy, UpdateResult
 from stages.trainer.probe import probe
 from stages.trainer.schedule import learning_rate
@@ -96,7 +96,7 @@ class Trainer:
 
         Ranks agree here whether to go on, so that none leaves a collective operation of another.
         """
-        run, limit_s = self.context.run, self.context.config.global_resource_planner.runtime_batch_collection_timeout_s
+        run, limit_s = self.context.run, batch_timeout_s(self.context.config, step)
         found = None
         try:
             found = wait_for(
@@ -129,9 +129,13 @@ class Trainer:
                 if version:
                     self.context.recorder.flow_end("step", version - 1)
                 self.context.recorder.flow_start("version", version)
+        is_served = True
         if self.grid.is_first:
             with self._timed("wait_acks", seconds, version=version):
-                self._wait_acks(manifest, seconds["publish_weights"])
+                is_served = self._wait_acks(manifest, seconds["publish_weights"])
+        # The other ranks stay here, so that their clocks for the next batch do not run while instances load or start.
+        if self.grid.any_rank(not is_served):
+            raise StoppedError(f"the trainer was asked to stop before version {version} was served")
 
     def _publish(self, version: int) -> Manifest:
         config = self.context.config
@@ -146,14 +150,14 @@ class Trainer:
             ranks=TrainerRanks(self.grid),
         )
 
-    def _wait_acks(self, manifest: Manifest, publish_s: float) -> None:
+    def _wait_acks(self, manifest: Manifest, publish_s: float) -> bool:
+        """False when this rank, the first, was asked to stop meanwhile: the others must hear of it before it leaves."""
         instances = [placement.name for placement in self.context.plan.rollout.instances]
         try:
             request_refresh(self.context, manifest, instances, publish_s)
         except StoppedError:
-            # The other ranks wait in _leave_together; leaving here would break it under them.
-            self.context.stop.set()
-            self._leave_together()
+            return False
+        return True
 
     def _write_receipt(self, step: int, batch: Batch, result: UpdateResult, seconds: dict[str, float]) -> None:
         receipt = {"step": step, "version": step + 1, "tokens": batch.num_tokens, "seconds": seconds, **asdict(result)}

@@ -11,8 +11,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,11 +23,12 @@ import torch
 from omegaconf import OmegaConf
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conf.schema import AlgorithmConfig, HardwareConfig, LibraConfig, WeightsConfig
+from conf.schema import AlgorithmConfig, GlobalResourcePlannerConfig, HardwareConfig, LibraConfig, WeightsConfig
 from planner.plan import InstancePlacement, Plan, RolloutLayout, TrainLayout
 from stages.batches import Batch, Sequence, write_batch
 from stages.files import list_names, wait_for
 from stages.rundir import RunDir
+from stages.trainer.parallel import _collective_timeout_s, batch_timeout_s
 from stages.weights import apply, reader
 from stages.weights.manifest import Manifest
 from stages.weights.records import Loaded, Prepared, Proof
@@ -36,6 +39,7 @@ INSTANCE = "rollout_000"
 WAIT_S = 100.0
 VOCAB = 40
 STEPS_SERVED = 2  # batches 0 and 1; the ranks are stopped while they wait for batch 2
+BATCH_TIMEOUT_S = 8.0  # version 1 is acknowledged later than that
 
 
 @dataclass
@@ -68,6 +72,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     told = Story(run)
     try:
         for version in range(STEPS_SERVED + 1):
+            if version == 1:
+                time.sleep(BATCH_TIMEOUT_S + 1.0)
             policy = serve(told, version, trainer)
             if version < STEPS_SERVED:
                 write_batch(run, version, generated_batch(policy, version))
@@ -105,6 +111,7 @@ def make_run(root: Path) -> RunDir:
         learning_rate=1e-2,
         micro_batch_size=3,
         hardware=HardwareConfig(device="cpu"),
+        global_resource_planner=GlobalResourcePlannerConfig(runtime_batch_collection_timeout_s=BATCH_TIMEOUT_S),
         algorithm=AlgorithmConfig(lr_schedule="linear"),
         weights=WeightsConfig(dtype="float32", proof_tolerance=1e-3),
     )
@@ -219,6 +226,27 @@ def test_the_receipt_tells_what_the_step_did(story: Story) -> None:
         "wait_acks",
     }
     assert all(seconds > 0 for seconds in receipt["seconds"].values())
+
+
+def test_slow_instances_do_not_use_up_any_rank_s_time_for_a_batch(story: Story) -> None:
+    assert story.receipt(0)["seconds"]["wait_acks"] > BATCH_TIMEOUT_S
+    assert story.receipt(1)["seconds"]["wait_for_batch"] < BATCH_TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    ("method", "strategy", "starts"), [("inplace", "parallel", 1), ("restart", "parallel", 2), ("restart", "serial", 4)]
+)
+def test_a_collective_waits_longer_than_anything_that_one_rank_waits_for(
+    method: str, strategy: str, starts: int
+) -> None:
+    config = LibraConfig(rollout_weight_reload_method=method, rollout_weight_reload_strategy=strategy)
+    instances = tuple(InstancePlacement(f"rollout_{n:03d}", 1, 1, 0) for n in range(3))
+    context = SimpleNamespace(config=config, plan=SimpleNamespace(rollout=SimpleNamespace(instances=instances)))
+
+    limit_s = _collective_timeout_s(context)  # type: ignore[arg-type]
+
+    assert limit_s > config.weights.refresh_timeout_s + starts * config.rollout.ready_timeout_s
+    assert limit_s > batch_timeout_s(config, step=0) > batch_timeout_s(config, step=1)
 
 
 def test_ranks_that_are_asked_to_stop_leave_together(story: Story) -> None:
