@@ -10,6 +10,7 @@ import argparse
 import sys
 
 from stages.context import StoppedError, open_context
+from stages.files import DamagedRecordError
 from stages.process import install_stop_handlers
 from stages.rundir import RunDirectoryError
 
@@ -25,7 +26,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         return _run(arguments)
-    except RunDirectoryError as error:
+    except (RunDirectoryError, DamagedRecordError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from stages.context import StoppedError, open_context
+from stages.files import DamagedRecordError
 from stages.process import install_stop_handlers
 from stages.rollout.errors import RolloutError, RolloutOptionError
 from stages.rollout.stage import run_alone
@@ -23,7 +24,7 @@ def main() -> int:
             run_alone(context)
     except StoppedError:
         return 0
-    except (RolloutError, RolloutOptionError, RunDirectoryError) as error:
+    except (RolloutError, RolloutOptionError, RunDirectoryError, DamagedRecordError) as error:
         print(error, file=sys.stderr)
         return 1
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stages.batches import BatchError
 from stages.context import StoppedError, open_context
+from stages.files import DamagedRecordError
 from stages.process import install_stop_handlers
 from stages.rundir import RunDirectoryError
 from stages.trainer.architecture import ModelError
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     except StoppedError as stopped:
         print(stopped, file=sys.stderr)
         return 1
-    except (RunDirectoryError, BatchError, ModelError) as mistake:
+    except (RunDirectoryError, DamagedRecordError, BatchError, ModelError) as mistake:
         print(f"{type(mistake).__name__}: {mistake}", file=sys.stderr)
         return 2
     return 0

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from stages.files import DamagedRecordError
 from stages.rundir import RunDir, RunDirectoryError
 from stages.weights.errors import WeightsError
 from stages.weights.reader import faults, load_manifest
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "verify":
             return _verify(run, options.version)
         return _print(describe_difference(run, options.first, options.second))
-    except (WeightsError, RunDirectoryError) as problem:
+    except (WeightsError, RunDirectoryError, DamagedRecordError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
 
