@@ -74,9 +74,10 @@ def cause_text(run: RunDir, cause: dict[str, Any]) -> str:
 def vanished(run: RunDir, submission: Submission, status: str, reason: str) -> str:
     """The job is over and its supervisor left no last word: it was killed, or its node died."""
     where = f"job {submission.job_id}" if submission.mode == "slurm" else f"supervisor process {submission.job_id}"
+    guess = "" if "exited" in reason else "; it was killed or its node was lost"
     return (
-        f"the run failed: supervisor: {where} ended ({status}{f': {reason}' if reason else ''}) without a final state;"
-        f" it was killed or its node was lost\nall logs: {run.logs}"
+        f"the run failed: supervisor: {where} ended ({status}{f': {reason}' if reason else ''})"
+        f" without a final state{guess}\nall logs: {run.logs}"
     )
 
 

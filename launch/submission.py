@@ -23,6 +23,8 @@ QUEUE_FIRST_S = 1.0
 QUEUE_LAST_S = 10.0
 STALLED_S = 4.0
 """A supervisor whose heartbeat stands still this long is asked about at once."""
+SAID = "the run failed: supervisor: "
+"""How the last line of a supervisor begins that failed itself (`launch.supervise.exit_with_own_code`)."""
 HUNG_S = 60.0
 """A local supervisor whose heartbeat stands still this long is ended: nobody else could, and its run would never end."""
 
@@ -85,8 +87,10 @@ class Submission(ABC):
         remove_node_folder(self.run.run_id)
 
     def _supervisor_error(self) -> str:
-        """Why a supervisor ended before it could record anything, from its log."""
-        return exception_text(tail(self.run.logs / "supervisor.log", lines=200))
+        """Why a supervisor ended without recording it (it could not start, or not write any more), from its log."""
+        lines = tail(self.run.logs / "supervisor.log", lines=200)
+        said = [line.removeprefix(SAID) for line in lines if line.startswith(SAID)]
+        return exception_text(lines) or "".join(said[-1:])
 
 
 class SlurmSubmission(Submission):

@@ -132,6 +132,16 @@ def test_what_a_killed_instance_left_on_the_node_goes_with_the_run(local: Any, v
     assert not left.parent.exists()
 
 
+def test_a_supervisor_that_cannot_record_its_end_says_why_nevertheless(local: Any) -> None:
+    run = local(SERVING)
+
+    run.run.start_attempt(1)
+
+    status, reason = run.end()
+    assert status == "failed"
+    assert reason.startswith("supervisor: exited 1: the state cannot be recorded: attempt 0 (supervisor) is over")
+
+
 def test_a_supervisor_that_hangs_is_noticed_named_and_ended(local: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "HUNG_S", 2.5)
     run = local(SERVING)
