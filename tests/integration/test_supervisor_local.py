@@ -45,6 +45,7 @@ class LocalRun:
         until(lambda: self.submission.poll()[0] in ("succeeded", "failed"), LIMIT_S, "the end of the run")
         word = self.submission.poll()
         until(lambda: not processes_of(self.run), LIMIT_S, "the end of all processes")
+        until(lambda: self.submission.job.exit_status() is not None, LIMIT_S, "the end of submitit's controller")
         return word
 
 
