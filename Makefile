@@ -22,7 +22,8 @@ demo: venv  ## Train a small policy on this machine, about six minutes: runs/dem
 demo-slurm: venv  ## The same run as a heterogeneous job on a private Slurm: runs/demo-slurm
 	@set -e; export_line=$$($(PY) -m launch.devcluster up); eval "$$export_line"; set -x; \
 	$(PY) -m launch +experiment=demo cluster=devcluster rollout_gpus=2 \
-	    launch.run_dir=runs/demo-slurm launch.replace_finished=true $(ARGS)
+	    launch.run_dir=runs/demo-slurm launch.replace_finished=true $(ARGS); set +x; \
+	echo "the private Slurm is still up: make devcluster-down"
 
 trace: venv  ## Write a Chrome trace of a run: make trace RUN=runs/demo
 	@if [ -z "$(RUN)" ]; then echo "which run? make trace RUN=runs/demo" >&2; exit 2; fi

@@ -86,7 +86,7 @@ class WarmupConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """GRPO as in DESIGN section 8."""
+    """The GRPO objective and its optimizer."""
 
     clip_low: float = option(0.2, effect="Lower clip of the ratio: 1 - clip_low", minimum=0.0, maximum=1.0)
     clip_high: float = option(0.28, effect="Upper clip of the ratio: 1 + clip_high (DAPO)", minimum=0.0)
@@ -160,7 +160,7 @@ class RolloutConfig:
 
 @dataclass
 class WeightsConfig:
-    """The exchange through the run directory (DESIGN section 6)."""
+    """The exchange through the run directory."""
 
     dtype: str = option("bfloat16", effect="Number format of published weights", choices=("float32", "bfloat16"))
     max_file_bytes: float = option(4e9, effect="Largest safetensors file of one version", unit="bytes", minimum=1e4)

@@ -6,9 +6,13 @@ import sys
 
 
 def main() -> int:
-    from launch.compose import compose, hydra_command_line
-    from launch.errors import LibraError
-    from launch.pipeline import launch
+    try:
+        from launch.compose import compose, hydra_command_line
+        from launch.errors import LibraError
+        from launch.pipeline import launch
+    except ModuleNotFoundError as error:
+        print(f"{sys.executable} lacks {error.name}: `make venv`, then `source .venv/bin/activate`", file=sys.stderr)
+        return 2
 
     arguments = sys.argv[1:]
     overrides = [text for text in arguments if not text.startswith("-")]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,52 @@ from stages.rundir import RunDir, RunDirectoryError, RunNotFoundError
 
 HEARTBEAT_WATCH_S = 3.0
 """The supervisor's counter moves at least once a second; a counter that stands still this long has no supervisor."""
+
+
+@contextmanager
+def claimed(run_dir: Path, *, replace_finished: bool) -> Iterator[Path | None]:
+    """Hold the name `run_dir` while a run is made there; yields where an earlier run was moved to, or None.
+
+    The lock dies with its holder. Under it everything is looked at again, so of two launchers started at once one gets the
+    directory and the other a ConfigError. Where flock does not reach other hosts, `RunDir.create` is the arbiter.
+    """
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    lock = run_dir.with_name(f".{run_dir.name}.lock")
+    with open(lock, "w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                [
+                    f"launch.run_dir={run_dir} is being taken by another launcher right now; choose another launch.run_dir"
+                ]
+            ) from None
+        try:
+            check_free(run_dir, replace_finished=replace_finished)
+            yield take(run_dir) if replace_finished else None
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def launcher_mark() -> dict[str, Any]:
+    """What run.json says about the process that makes the run, so that others can tell whether it still lives."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _process_start(os.getpid())}
+
+
+def _process_start(pid: int) -> str:
+    """Clock ticks after boot at which `pid` started (proc(5), stat field 22); empty when there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[19]
+
+
+def _launcher_lives(run: RunDir) -> bool:
+    mark = (run.read(run.run_json) or {}).get("launcher") or {}
+    if mark.get("host") != socket.gethostname():
+        return False
+    return bool(mark.get("started")) and _process_start(int(mark["pid"])) == mark["started"]
 
 
 def check_free(run_dir: Path, *, replace_finished: bool, watch_s: float = HEARTBEAT_WATCH_S) -> None:
@@ -61,7 +109,7 @@ def is_alive(run: RunDir, *, watch_s: float, sleep: Callable[[float], None] = ti
     if first is not None and first.get("phase") in ("succeeded", "failed"):
         return False
     if first is None:
-        return _is_queued(run)
+        return _launcher_lives(run) or _is_queued(run)
     deadline = time.monotonic() + watch_s
     while time.monotonic() < deadline:
         sleep(0.1)
@@ -92,10 +140,12 @@ def _is_queued(run: RunDir) -> bool:
     return reattach(run, record).poll()[0] in ("pending", "running")
 
 
-def take(run_dir: Path) -> None:
-    """Move a run that is over to NAME.1, NAME.2, ...; the caller has called `check_free`."""
+def take(run_dir: Path) -> Path | None:
+    """Move a run that is over to NAME.1, NAME.2, ... and return that; the caller has called `check_free`."""
     if not run_dir.exists() or not list_names(run_dir):
-        return
+        return None
     taken = {name for name in list_names(run_dir.parent) if name.startswith(f"{run_dir.name}.")}
     number = next(n for n in range(1, len(taken) + 2) if f"{run_dir.name}.{n}" not in taken)
-    os.rename(run_dir, run_dir.with_name(f"{run_dir.name}.{number}"))
+    aside = run_dir.with_name(f"{run_dir.name}.{number}")
+    os.rename(run_dir, aside)
+    return aside

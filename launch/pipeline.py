@@ -24,7 +24,7 @@ from planner.plan import Plan
 from planner.search import describe, make_plan
 from planner.validate import problems
 from stages.files import wait_for, write_bytes_atomic
-from stages.rundir import RunDir
+from stages.rundir import RunDir, RunInUseError
 from stages.trainer.architecture import ModelError, check_tensor_parallel
 from stages.trainer.architecture import read_architecture as read_trainable
 from stages.warmup.key import cached_policy_path, damage
@@ -89,7 +89,7 @@ def default_cache_dir() -> Path:
 
 def default_run_dir(overrides: Sequence[str]) -> str:
     names = [text.split("=", 1)[1] for text in overrides if text.lstrip("+").startswith("experiment=")]
-    return f"runs/{names[-1] if names else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return f"runs/{names[-1] if names else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def read_architecture(config: LibraConfig) -> Architecture:
@@ -158,8 +158,14 @@ def create_run(prepared: Prepared) -> RunDir:
     from launch.hetjob import desired_steps, render_job
 
     config = prepared.config
-    occupancy.take(prepared.run_dir)
-    run = RunDir.create(prepared.run_dir, extra={"git": git_state()})
+    about = {"git": git_state(), "launcher": occupancy.launcher_mark()}
+    with occupancy.claimed(prepared.run_dir, replace_finished=config.launch.replace_finished) as aside:
+        try:
+            run = RunDir.create(prepared.run_dir, extra=about)
+        except RunInUseError as error:
+            raise ConfigError([f"launch.run_dir: {error}"]) from error
+    if aside is not None:
+        print(f"the earlier run was moved to {aside}", flush=True)
     write_bytes_atomic(run.token_file, f"{secrets.token_urlsafe(32)}\n".encode())
     write_bytes_atomic(run.config_yaml, OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
     run.write(run.plan_json, prepared.plan.to_dict())
@@ -214,6 +220,7 @@ def run_to_the_end(run: RunDir, prepared: Prepared) -> None:
             follow(run, submission, display)
     except KeyboardInterrupt:
         if submission.mode == "local":
+            print("stopping; this takes a few seconds", file=sys.stderr, flush=True)
             submission.cancel()
             wait_for(
                 lambda: submission.poll()[0] in ("succeeded", "failed") or None,

@@ -178,7 +178,7 @@ def describe(plan: Plan) -> str:
     bounds = plan.predicted
     lines.append(
         f"at best    train {bounds['train_s']:.3g} s, generate {bounds['generate_s']:.3g} s, refresh {bounds['refresh_s']:.3g} s a step"
-        f" (hardware bounds; weights {bounds['weight_bytes'] / 1e9:.3g} GB)"
+        f" (hardware bounds if every trajectory has max_model_len tokens; weights {bounds['weight_bytes'] / 1e9:.3g} GB)"
     )
     lines.extend(
         f"also fits  {', '.join(f'{key}={value}' for key, value in other.items())}" for other in plan.runners_up

@@ -1,4 +1,4 @@
-"""Trajectories for one optimizer step, as files: batches/step_000012/ (DESIGN section 7).
+"""Trajectories for one optimizer step, as files: batches/step_000012/.
 
 The controller writes a batch, the trainer reads it; neither re-tokenises. Everything is flat, without padding. Numpy
 only, so that the controller needs no torch. Symbols: S sequences, T tokens of all sequences together.

@@ -1,4 +1,4 @@
-"""The desired state: which steps should run where. The supervisor makes it so (DESIGN section 5).
+"""The desired state: which steps should run where. The supervisor makes it so.
 
 The launcher writes it first; the controller rewrites it to end the run. No other way leads to a started or stopped step.
 """

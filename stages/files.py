@@ -1,6 +1,6 @@
 """Atomic records on a shared filesystem, and waiting for them.
 
-The rules come from how NFS and Lustre behave (DESIGN section 3): a file appears by rename only, a name is looked for by
+The rules come from how NFS and Lustre behave: a file appears by rename only, a name is looked for by
 listing its parent directory (an NFS client may cache "does not exist" for `acdirmax`, 60 s), and every wait has a
 deadline and says what it waited for and from whom.
 """

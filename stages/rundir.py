@@ -1,4 +1,4 @@
-"""The run directory: the only module that knows its layout (DESIGN section 3).
+"""The run directory: the only module that knows its layout.
 
 Every record carries (run_id, attempt, sequence, writer). A reader ignores records of another run; control records of an
 older attempt are ignored too, and a writer of an older attempt is refused, so a requeued job cannot act on leftovers.

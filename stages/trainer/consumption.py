@@ -1,4 +1,4 @@
-"""The last look at a batch before it changes the weights (DESIGN section 7: staleness is tested again at consumption)."""
+"""The last look at a batch before it changes the weights: staleness is tested again here."""
 
 from __future__ import annotations
 

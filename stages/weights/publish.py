@@ -1,4 +1,4 @@
-"""Publish a version of the weights: every trainer rank writes what it owns, rank 0 commits (DESIGN section 6)."""
+"""Publish a version of the weights: every trainer rank writes what it owns, rank 0 commits."""
 
 from __future__ import annotations
 

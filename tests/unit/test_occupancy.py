@@ -108,6 +108,42 @@ def test_a_run_of_another_layout_is_refused(tmp_path: Path) -> None:
         occupancy.check_free(run.root, replace_finished=True)
 
 
+def test_a_run_whose_launcher_lives_is_in_use_before_its_supervisor_has_reported(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", extra={"launcher": occupancy.launcher_mark()})
+
+    with pytest.raises(ConfigError, match="in use by a running job"):
+        occupancy.check_free(run.root, replace_finished=True)
+
+
+def test_a_run_whose_launcher_died_before_its_supervisor_reported_may_be_replaced(tmp_path: Path) -> None:
+    gone = occupancy.launcher_mark() | {"started": "1"}
+    run = RunDir.create(tmp_path / "run", extra={"launcher": gone})
+
+    occupancy.check_free(run.root, replace_finished=True)
+
+
+def test_of_two_launchers_at_once_one_gets_the_directory(tmp_path: Path) -> None:
+    target = tmp_path / "run"
+
+    with occupancy.claimed(target, replace_finished=True):
+        with pytest.raises(ConfigError, match="by another launcher right now"):
+            with occupancy.claimed(target, replace_finished=True):
+                pass
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_claim_moves_nothing_unless_asked(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run")
+    run.write(run.state_json, {"phase": "succeeded", "heartbeat": 1})
+
+    with pytest.raises(ConfigError, match="holds a run that is over"):
+        with occupancy.claimed(run.root, replace_finished=False):
+            pass
+    with occupancy.claimed(run.root, replace_finished=True) as aside:
+        assert aside == tmp_path / "run.1"
+
+
 def test_taking_moves_old_runs_aside_and_never_over_each_other(tmp_path: Path) -> None:
     target = tmp_path / "demo"
     for mark in ("first", "second"):
