@@ -65,6 +65,12 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def from_here(path: Path | str) -> str:
+    """Relative to the working directory when it lies below it."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else str(path)
+
+
 def summary_text(summary: dict[str, Any], run_dir: Path) -> str:
     """What a run ends with: reward before and after, time per phase, the checkpoint, the next command."""
     lines = []
@@ -85,6 +91,6 @@ def summary_text(summary: dict[str, Any], run_dir: Path) -> str:
     lines.extend(head + ", ".join(row) for head, row in zip(heads, rows, strict=False))
     if refresh:
         lines.append(f"weight refresh    median {refresh[len(refresh) // 2]:.3f} s, slowest {refresh[-1]:.3f} s")
-    lines.append(f"checkpoint        {summary['checkpoint']}  (a HF folder: transformers loads it)")
-    lines.append(f"trace             make trace RUN={run_dir}")
+    lines.append(f"checkpoint        {from_here(summary['checkpoint'])}  (a HF folder: transformers loads it)")
+    lines.append(f"trace             make trace RUN={from_here(run_dir)}")
     return "\n".join(lines)
