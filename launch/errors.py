@@ -23,6 +23,12 @@ class ConfigError(LibraError, ValueError):
         super().__init__(f"{len(self.problems)} {noun} in the configuration; nothing was started:\n{lines}")
 
 
+class InterruptedRunError(LibraError):
+    """Ctrl-C; the exit code is the shell's for SIGINT."""
+
+    exit_code = 130
+
+
 class RunFailedError(LibraError):
     """The run ended with a fatal cause; `exit_code` is the cause's own where it has one."""
 

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from conf.schema import LibraConfig
 from launch import machine, occupancy
 from launch.compose import compose
-from launch.errors import ConfigError, LibraError
+from launch.errors import ConfigError, InterruptedRunError, LibraError
 from planner.architecture import Architecture, from_hf, from_model_config
 from planner.errors import PlanError
 from planner.plan import Plan
@@ -154,9 +154,7 @@ def warm_up(config: LibraConfig) -> None:
 
 
 def create_run(prepared: Prepared) -> RunDir:
-    """Make the run directory with everything that the supervisor and the stages read."""
-    from launch.hetjob import desired_steps, render_job
-
+    """Make the run directory with what the stages read; `submit` adds the desired state and the job script."""
     config = prepared.config
     about = {"git": git_state(), "launcher": occupancy.launcher_mark()}
     with occupancy.claimed(prepared.run_dir, replace_finished=config.launch.replace_finished) as aside:
@@ -169,9 +167,6 @@ def create_run(prepared: Prepared) -> RunDir:
     write_bytes_atomic(run.token_file, f"{secrets.token_urlsafe(32)}\n".encode())
     write_bytes_atomic(run.config_yaml, OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
     run.write(run.plan_json, prepared.plan.to_dict())
-    if config.launch.mode == "slurm":
-        write_bytes_atomic(run.job_sbatch, render_job(config, prepared.plan, run.root).encode())
-    run.write(run.desired_json, desired_steps(config, prepared.plan).to_dict())
     return run
 
 
@@ -197,7 +192,7 @@ def launch(overrides: Sequence[str]) -> None:
     try:
         run_to_the_end(run, prepared)
     except KeyboardInterrupt:
-        raise LibraError(f"interrupted; what was written stays in {run.root}") from None
+        raise InterruptedRunError(f"interrupted; what was written stays in {run.root}") from None
 
 
 def run_to_the_end(run: RunDir, prepared: Prepared) -> None:

@@ -69,6 +69,11 @@ def cross_problems(config: LibraConfig) -> list[str]:
             "launch.follow=false: a local run ends with its launcher, so the launcher has to stay; set launch.follow=true",
         ),
         (
+            config.top_p < 1.0,
+            f"top_p={config.top_p}: vLLM's log-probs are then those of the nucleus, the trainer's those of the whole distribution,"
+            " and their ratio is wrong; only top_p=1.0 is built",
+        ),
+        (
             config.hardware.device == "cpu" and config.vllm_tp_size > 1,
             f"vllm_tp_size={config.vllm_tp_size}: on hardware.device=cpu one instance is one process; set vllm_tp_size=1",
         ),

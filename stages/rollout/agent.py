@@ -24,6 +24,7 @@ from stages.rollout.orders import Order
 from stages.rollout.registration import Registration
 from stages.rollout.server_process import ServerProcess
 from stages.rollout.settings import ServerSettings, read_token_digest
+from stages.weights.proof import resolution_nats
 
 _READY_POLL_S = 0.05
 _START_TRIES = 3
@@ -123,6 +124,7 @@ class ServerKeeper:
             proof_tolerance=config.weights.proof_tolerance,
             agent_pid=os.getpid(),
             listen_fd=-1,
+            proof_resolution=resolution_nats(config),
             trace_directory=str(self._context.recorder.path.parent) if config.phase_trace_enabled else "",
         )
 

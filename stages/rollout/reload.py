@@ -28,6 +28,7 @@ from stages.rollout.versions import VersionTimeline
 from stages.rundir import OutsideRunError, RunDir
 from stages.weights.errors import WeightsError
 from stages.weights.manifest import Manifest, check_signature, model_config_digest
+from stages.weights.proof import allowed_difference_nats
 from stages.weights.reader import load_manifest, verify
 from traces.recorder import Recorder
 
@@ -283,7 +284,12 @@ class Reloads:
 
     async def _proof(self, queued: list[Awaitable[Answer]], manifest: Manifest, order: Order) -> dict[str, Any]:
         """Compare with the trainer's log-probs. Raises ProofFailedError."""
-        tolerance = self._settings.proof_tolerance
+        tolerance = allowed_difference_nats(
+            self._settings.proof_tolerance,
+            self._settings.proof_resolution,
+            None if self.proved is None else self.proved.probe,
+            manifest.probe,
+        )
         try:
             async with asyncio.timeout(order.deadline_s):
                 answers = await asyncio.gather(*queued)
@@ -293,7 +299,7 @@ class Reloads:
         if not difference <= tolerance:
             raise ProofFailedError(
                 f"version {manifest.version} is not what the engine holds: a log-prob of the probe differs by "
-                f"{difference:.6g} nats, weights.proof_tolerance is {tolerance:g}"
+                f"{difference:.6g} nats, allowed are {tolerance:g} (weights.proof_tolerance, or half of the probe's change)"
             )
         if any(answer.cached_tokens for answer in answers[1:]):
             raise ProofFailedError(

@@ -23,7 +23,7 @@ class ServerSettings:
     """`start_folder` is what the engine was started from; `start_version` the version of its weights (model_path: 0).
 
     `serve_unproved`: answer from the start, before any version was proved (a model served alone, without a trainer).
-    `proof_tolerance` in nats; `trace_directory` empty writes no spans.
+    `proof_tolerance` and `proof_resolution` (see `stages.weights.proof`) in nats; `trace_directory` empty writes no spans.
     """
 
     run_root: str
@@ -39,6 +39,7 @@ class ServerSettings:
     agent_pid: int
     listen_fd: int
     trace_directory: str = ""
+    proof_resolution: float = float("inf")
 
     def to_environment(self) -> dict[str, str]:
         return {SETTINGS_VARIABLE: json.dumps(asdict(self))}

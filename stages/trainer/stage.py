@@ -21,7 +21,8 @@ from stages.trainer.policy import Policy, UpdateResult
 from stages.trainer.probe import probe
 from stages.trainer.schedule import learning_rate
 from stages.weights.collect import collect
-from stages.weights.manifest import Manifest
+from stages.weights.manifest import Manifest, Probe
+from stages.weights.proof import allowed_difference_nats, probe_change_nats, resolution_nats
 from stages.weights.publish import publish
 from stages.weights.refresh import request_refresh
 
@@ -54,6 +55,8 @@ class Trainer:
     context: StageContext
     policy: Policy
     grid: RankGrid
+    last_probe: Probe | None = None
+    told_of_blindness: bool = False
 
     def run(self) -> dict[str, Any]:
         """Returns the number of steps trained."""
@@ -133,6 +136,7 @@ class Trainer:
         if self.grid.is_first:
             with self._timed("wait_acks", seconds, version=version):
                 is_served = self._wait_acks(manifest, seconds["publish_weights"])
+            self._say_when_the_proof_is_blind(manifest)
         # The other ranks stay here, so that their clocks for the next batch do not run while instances load or start.
         if self.grid.any_rank(not is_served):
             raise StoppedError(f"the trainer was asked to stop before version {version} was served")
@@ -158,6 +162,22 @@ class Trainer:
         except StoppedError:
             return False
         return True
+
+    def _say_when_the_proof_is_blind(self, manifest: Manifest) -> None:
+        """Once: when a version is so close to the one before that the proof of load cannot tell them apart."""
+        before, self.last_probe = self.last_probe, manifest.probe
+        if before is None or self.told_of_blindness:
+            return
+        config, change = self.context.config, probe_change_nats(before, manifest.probe)
+        if change <= allowed_difference_nats(
+            config.weights.proof_tolerance, resolution_nats(config), before, manifest.probe
+        ):
+            self.told_of_blindness = True
+            print(
+                f"version {manifest.version} moved the probe by {change:.1e} nats: too little for the proof of load, which would"
+                " pass an engine that kept the version before (said once)",
+                flush=True,
+            )
 
     def _write_receipt(self, step: int, batch: Batch, result: UpdateResult, seconds: dict[str, float]) -> None:
         receipt = {"step": step, "version": step + 1, "tokens": batch.num_tokens, "seconds": seconds, **asdict(result)}

@@ -65,7 +65,7 @@ def test_vllm_and_trainer_agree_on_every_token_at_every_version(finished: System
 def test_every_version_was_acknowledged_with_a_proof(finished: SystemRun) -> None:
     for version in range(TOTAL_STEPS + 1):
         ack = finished.record(f"control/acks/v{version:06d}/rollout_000.loaded.json")
-        assert ack["proof"]["max_difference"] <= ack["proof"]["tolerance"] == 1e-3
+        assert ack["proof"]["max_difference"] <= ack["proof"]["tolerance"] <= 1e-3
 
 
 def test_a_run_keeps_only_its_newest_weights(finished: SystemRun) -> None:

@@ -133,7 +133,7 @@ def test_final_words_hold_reward_checkpoint_and_trace_command(run: RunDir) -> No
         "steps": 300,
         "wall_s": 200.0,
         "phase_s": {"generate": 1.0},
-        "weight_refresh_s": [0.1, 0.3, 0.2],
+        "weight_refresh_s": [9.0, 0.1, 0.3, 0.2],
         "checkpoint": "/x/weights/v000300",
         "attempts": 1,
     }

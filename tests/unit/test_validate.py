@@ -53,6 +53,7 @@ def test_a_word_that_is_not_a_choice_is_named(option: tuple[str, Any], word: str
         (["vllm_tp_size=2"], "set vllm_tp_size=1"),
         (["weights.probe_tokens=64"], "weights.probe_tokens=64"),
         (["launch.follow=false"], "set launch.follow=true"),
+        (["top_p=0.9"], "only top_p=1.0 is built"),
         (["learning_rate=-1"], "learning_rate=-1"),
     ],
 )
