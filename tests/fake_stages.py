@@ -80,6 +80,11 @@ def succeed(told: dict[str, Any], run: RunDir, stop: threading.Event) -> dict[st
     return {"worked": True}
 
 
+def work(told: dict[str, Any], run: RunDir, stop: threading.Event) -> dict[str, Any]:
+    """Succeed once RUN/go is there."""
+    return {"worked": True} if wait(lambda: is_told_to_go(run), stop) else {"stopped": True}
+
+
 def serve(told: dict[str, Any], run: RunDir, stop: threading.Event) -> dict[str, Any]:
     """Run until asked to stop."""
     wait(lambda: False, stop)
@@ -116,6 +121,7 @@ def hang(told: dict[str, Any], run: RunDir, stop: threading.Event) -> dict[str, 
 
 BEHAVIOURS: dict[str, Callable[[dict[str, Any], RunDir, threading.Event], dict[str, Any]]] = {
     "succeed": succeed,
+    "work": work,
     "serve": serve,
     "control": control,
     "fail": fail,

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slurm
 
 TASKS = ["trainer.0", "trainer.1", "controller.0", "rollout_000.0", "rollout_001.0"]
 SERVING = {"trainer": {"do": "serve"}}
+WORKING = {"trainer": {"do": "work"}}
 LIMIT_S = 15.0
 """From a death to the end of everything."""
 
@@ -84,7 +85,7 @@ def start(tmp_path: Path, slurm_conf: Path) -> Iterator[Start]:
 
 
 def test_a_run_is_one_job_of_two_components_and_five_tasks(start: Start) -> None:
-    run = start()
+    run = start(WORKING)
 
     parts = slurm.query(run.job_id)
     assert [(part.offset, part.state) for part in parts] == [(0, "RUNNING"), (1, "RUNNING")]
@@ -100,7 +101,7 @@ def test_a_run_is_one_job_of_two_components_and_five_tasks(start: Start) -> None
 
 
 def test_gpus_are_shared_out_and_the_controller_has_none(start: Start) -> None:
-    run = start()
+    run = start(WORKING)
 
     seen = {name: cuda_devices(pid) for name, pid in run.pids.items()}
 
@@ -213,7 +214,7 @@ def test_the_warning_before_the_time_limit_ends_the_run(start: Start) -> None:
 
 
 def test_a_single_job_runs_the_same_steps(start: Start) -> None:
-    run = start(plan=fake_plan("single", train_gpus=2, rollout_node=1))
+    run = start(WORKING, plan=fake_plan("single", train_gpus=2, rollout_node=1))
 
     parts = slurm.query(run.job_id)
     assert [len(slurm.expand_nodes(part.nodes)) for part in parts] == [2]
