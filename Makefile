@@ -33,7 +33,7 @@ test: lint  ## Everything: lint, and all tests (some start a real vLLM and a pri
 	$(PY) -m pytest
 
 test-fast: venv  ## The tests that need neither Slurm nor vLLM
-	$(PY) -m pytest tests/unit tests/contract
+	$(PY) -m pytest -n 2 --dist loadfile tests/unit tests/contract
 
 lint: venv  ## ruff (rules and format) and mypy
 	$(PY) -m ruff check .

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -215,7 +214,15 @@ def test_the_environment_of_a_process_that_is_gone_is_empty() -> None:
     gone.wait(10)
 
     assert environment_of(gone.pid) == {}
-    assert environment_of(os.getpid())["PATH"]
+
+
+def test_the_environment_of_a_process_is_the_one_it_was_started_with() -> None:
+    child = subprocess.Popen(["/bin/sleep", "60"], env={"MARK": "a=b"})
+    try:
+        assert environment_of(child.pid) == {"MARK": "a=b"}
+    finally:
+        child.kill()
+        child.wait(10)
 
 
 def _lives(pid: int) -> bool:
