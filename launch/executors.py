@@ -19,7 +19,7 @@ from launch.desired_steps import desired_steps
 from launch.errors import LibraError
 from launch.hetjob import HetJobSpec, check_path, config_python, job_spec, render, render_job
 from launch.local import LocalPairExecutor, link_log
-from launch.machine import has_slurm
+from launch.machine import choose_mode
 from launch.scrub import is_foreign
 from launch.steps import Entry
 from launch.submission import LocalSubmission, SlurmSubmission, Submission
@@ -107,13 +107,6 @@ def sbatch_command(*arguments: str) -> list[str]:
     return ["env", *unset, "sbatch", *arguments]
 
 
-def choose_mode(config: LibraConfig) -> str:
-    """ "slurm" or "local"; launch.mode=auto takes Slurm when sbatch is there and its controller answers."""
-    if config.launch.mode != "auto":
-        return config.launch.mode
-    return "slurm" if has_slurm() else "local"
-
-
 def submit(config: LibraConfig, plan: Plan, run: RunDir, *, entry: Entry = run_stage) -> Submission:
     """Write the desired state and start the run. Call it from the main thread.
 
@@ -122,7 +115,7 @@ def submit(config: LibraConfig, plan: Plan, run: RunDir, *, entry: Entry = run_s
     """
     check_path(run.root)
     write_desired(run, desired_steps(config, plan))
-    if choose_mode(config) == "local":
+    if choose_mode(config.launch.mode) == "local":
         if not config.launch.follow:
             raise SubmitError(
                 "launch.follow=false: a local run ends with its launcher; use launch.mode=slurm or launch.follow=true"

@@ -29,6 +29,13 @@ def has_slurm(which: Callable[[str], str | None] = shutil.which, run: Callable[.
     return bool(answer.returncode == 0 and " is UP" in answer.stdout)
 
 
+def choose_mode(mode: str) -> str:
+    """launch.mode with "auto" settled: "slurm" where a Slurm answers, else "local"."""
+    if mode != "auto":
+        return mode
+    return "slurm" if has_slurm() else "local"
+
+
 def read_hf_config(model_path: Path) -> dict[str, Any] | None:
     """config.json of a HF folder; None when there is no such folder or file. Raises ConfigError for anything but an object."""
     try:

@@ -65,7 +65,7 @@ def settle(config: LibraConfig, overrides: Sequence[str]) -> LibraConfig:
     """Replace every "empty means ..." by its meaning, so that config.yaml re-creates the run."""
     launch = replace(
         config.launch,
-        mode=settle_mode(config.launch.mode),
+        mode=machine.choose_mode(config.launch.mode),
         python=config.launch.python or sys.executable,
         cache_dir=config.launch.cache_dir or str(default_cache_dir()),
         run_dir=str(Path(config.launch.run_dir or default_run_dir(overrides)).absolute()),
@@ -74,12 +74,6 @@ def settle(config: LibraConfig, overrides: Sequence[str]) -> LibraConfig:
     if config.warmup.steps > 0 and not config.model_path:
         config = replace(config, model_path=str(cached_policy_path(config, Path(launch.cache_dir))))
     return replace(config, tokenizer_path=config.tokenizer_path or config.model_path)
-
-
-def settle_mode(mode: str) -> str:
-    if mode != "auto":
-        return mode
-    return "slurm" if machine.has_slurm() else "local"
 
 
 def default_cache_dir() -> Path:

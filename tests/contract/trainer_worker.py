@@ -1,6 +1,6 @@
 """The trainer ranks of test_trainer_equivalence: every layout in turn; rank 0 of a layout saves what it saw.
 
-`python trainer_worker.py FOLDER RANKS`: FOLDER/work.json lists layouts, FOLDER/runs/LAYOUT is a run directory,
+`python trainer_worker.py FOLDER RANKS`: FOLDER has work.json with the layouts, FOLDER/runs/LAYOUT is a run directory,
 FOLDER/results/LAYOUT/MODEL.pt gets the results. Ranks are forked after the imports, which take longer than the work.
 """
 

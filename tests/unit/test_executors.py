@@ -19,11 +19,11 @@ from launch.executors import (
     HetJob,
     HetJobExecutor,
     SubmitError,
-    choose_mode,
     reattach,
     submit,
 )
 from launch.hetjob import job_spec, render_job
+from launch.machine import choose_mode
 from launch.submission import SlurmSubmission, Submission
 from launch.supervise import supervise
 from planner.plan import Plan
@@ -154,7 +154,7 @@ def test_an_array_of_hetjobs_is_refused(tmp_path: Path, calls: Path) -> None:
 def test_auto_takes_slurm_when_its_controller_answers(calls: Path, answers: str, mode: str) -> None:
     program(calls, "scontrol", f"echo '{answers}'")
 
-    assert choose_mode(fake_config("auto")) == mode
+    assert choose_mode("auto") == mode
 
 
 # ---- asking for the state -------------------------------------------------------------------------------------------
