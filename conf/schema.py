@@ -1,253 +1,40 @@
-"""Every option of Libra, declared once: type, default, unit, range, effect.
+"""Every option of the owner's configuration reference, under its exact name: type, default, unit, range, effect.
 
-Names at top level and under `global_resource_planner` are those of the owner's configuration reference. Our own are
-grouped: model, hardware, task, warmup, algorithm, rollout, weights, trace, launch, slurm.
+Core, Megatron-Core and rollout options are at top level, those of planner, runtime and elasticity under
+`global_resource_planner`. Libra's own options are grouped and declared in `conf/sections.py`. Options whose capability is
+not built yet are listed in `conf/pending.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from conf.options import option
-
-
-@dataclass
-class ModelConfig:
-    """The architecture, as in a HF config.json. Read from `model_path` when that folder exists; needed to plan without it."""
-
-    architecture: str = option(
-        "",
-        effect="HF architecture; empty reads it from model_path/config.json",
-        choices=("", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-    )
-    num_hidden_layers: int = option(0, effect="Transformer layers; 0 reads config.json", minimum=0)
-    hidden_size: int = option(0, effect="Width of the residual stream; 0 reads config.json", minimum=0)
-    intermediate_size: int = option(0, effect="Width of the MLP; 0 reads config.json", minimum=0)
-    num_attention_heads: int = option(0, effect="Query heads; 0 reads config.json", minimum=0)
-    num_key_value_heads: int = option(0, effect="Key/value heads (GQA); 0 reads config.json", minimum=0)
-    head_dim: int = option(0, effect="Width of one head; 0 means hidden_size / num_attention_heads", minimum=0)
-    vocab_size: int = option(0, effect="Rows of the embedding; 0 reads config.json", minimum=0)
-    tie_word_embeddings: bool = option(
-        False, effect="Output head shares the embedding (read from config.json when it exists)"
-    )
-    rope_theta: float = option(10000.0, effect="Base of the rotary embedding", minimum=1.0)
-    max_position_embeddings: int = option(0, effect="Longest position; 0 reads config.json", unit="tokens", minimum=0)
-
-
-@dataclass
-class HardwareConfig:
-    """One node of the machine. On `device: cpu` a "GPU" is one worker process slot."""
-
-    device: str = option("cuda", effect="Where training and generation run", choices=("cuda", "cpu"))
-    gpus_per_node: int = option(8, effect="GPUs (or CPU worker slots) on one node", minimum=1)
-    cpus_per_node: int = option(96, effect="Logical processors on one node", minimum=1)
-    gpu_memory_bytes: float = option(80e9, effect="Memory of one GPU", unit="bytes", minimum=1)
-    gpu_flops: float = option(989e12, effect="Peak dense bf16 rate of one GPU", unit="FLOP/s", minimum=1)
-    gpu_memory_bytes_per_s: float = option(3.35e12, effect="Memory bandwidth of one GPU", unit="bytes/s", minimum=1)
-    link_bytes_per_s: float = option(450e9, effect="GPU to GPU inside a node, one direction", unit="bytes/s", minimum=1)
-    network_bytes_per_s: float = option(50e9, effect="Node to node, one direction, per GPU", unit="bytes/s", minimum=1)
-
-
-@dataclass
-class TaskConfig:
-    """Where prompts and rewards come from: one class, one YAML file."""
-
-    name: str = option("reasoning_gym", effect="Registered task class (stages/controller/tasks)")
-    params: dict[str, Any] = option(factory=dict, effect="Keyword arguments of the task class")
-    test_size: int = option(200, effect="Held-out problems, never trained on", unit="problems", minimum=1)
-    test_samples: int = option(
-        4, effect="Answers at temperature 1 to each held-out problem, beside the greedy one", minimum=1
-    )
-
-
-@dataclass
-class WarmupConfig:
-    """Supervised steps that make a starter policy when there is none (the demo). 0 steps = use model_path as it is."""
-
-    steps: int = option(0, effect="Most supervised steps; 0 disables the warm-up", minimum=0)
-    batch_size: int = option(256, effect="Problems in one supervised step", unit="problems", minimum=1)
-    learning_rate: float = option(2e-3, effect="Peak learning rate of the warm-up", minimum=0.0)
-    examples: int = option(0, effect="Distinct labelled problems to learn from; 0 draws new ones for ever", minimum=0)
-    target_reward: float = option(
-        0.0,
-        effect="Stop early when greedy answers to problems kept apart reach this mean reward; 0 does all steps",
-        minimum=0.0,
-    )
-    seed: int = option(0, effect="Seed of initial weights and of the order of problems", minimum=0)
-    alphabet: str = option(
-        "",
-        effect="Characters that get a token of their own in the made tokenizer; empty means printable ASCII and newline",
-    )
-    phrases: list[str] = option(
-        factory=list, effect="Longer strings that get one token each, such as a fixed question text"
-    )
-
-
-@dataclass
-class AlgorithmConfig:
-    """The GRPO objective and its optimizer."""
-
-    clip_low: float = option(0.2, effect="Lower clip of the ratio: 1 - clip_low", minimum=0.0, maximum=1.0)
-    clip_high: float = option(0.28, effect="Upper clip of the ratio: 1 + clip_high (DAPO)", minimum=0.0)
-    normalize_advantage: bool = option(True, effect="Divide the group-centred reward by the group's standard deviation")
-    drop_uniform_groups: bool = option(
-        False,
-        effect="Leave groups whose rewards are all equal out of the batch and generate others (DAPO dynamic sampling)",
-    )
-    behaviour_weight_cap: float = option(
-        5.0, effect="Cap of the proximal/behaviour importance weight of decoupled PPO", minimum=1.0
-    )
-    kl_coef: float = option(0.0, effect="Weight of the KL estimate to the proximal policy in the loss", minimum=0.0)
-    adam_beta1: float = option(0.9, effect="Adam first-moment decay", minimum=0.0, maximum=1.0)
-    adam_beta2: float = option(0.95, effect="Adam second-moment decay", minimum=0.0, maximum=1.0)
-    adam_eps: float = option(1e-8, effect="Adam epsilon", minimum=0.0)
-    weight_decay: float = option(0.0, effect="Decoupled weight decay on matrices", minimum=0.0)
-    clip_grad_norm: float = option(1.0, effect="Global gradient norm limit; 0 disables it", minimum=0.0)
-    lr_schedule: str = option(
-        "constant", effect="Shape of the learning rate after warm-up", choices=("constant", "cosine", "linear")
-    )
-    lr_warmup_steps: int = option(0, effect="Steps of linear rise", unit="steps", minimum=0)
-    lr_min_ratio: float = option(0.0, effect="Final learning rate as a share of the peak", minimum=0.0, maximum=1.0)
-    step_timeout_s: float = option(
-        1800.0,
-        effect="Time the trainer may take for one step, or for one weight refresh, before the controller gives up",
-        unit="s",
-        minimum=1.0,
-    )
-
-
-@dataclass
-class RolloutConfig:
-    """vLLM servers."""
-
-    dtype: str = option(
-        "bfloat16",
-        effect="Number format of weights and computation in vLLM",
-        choices=("float32", "bfloat16", "float16"),
-    )
-    enforce_eager: bool = option(
-        False, effect="Run vLLM without CUDA graphs and compilation: starts faster, generates slower"
-    )
-    gpu_memory_utilization: float = option(
-        0.9, effect="Share of GPU memory that vLLM may take", minimum=0.05, maximum=1.0
-    )
-    kv_cache_bytes: float = option(
-        0.0,
-        effect="KV cache of one instance on CPU; 0 takes rollout.gpu_memory_utilization of the node's memory",
-        unit="bytes",
-        minimum=0.0,
-    )
-    max_num_seqs: int = option(256, effect="Sequences that vLLM decodes together", minimum=1)
-    ready_timeout_s: float = option(600.0, effect="Time a server may take to start", unit="s", minimum=1.0)
-    stop_timeout_s: float = option(
-        10.0, effect="Time a server may take to stop before it is killed", unit="s", minimum=0.1
-    )
-    request_timeout_s: float = option(600.0, effect="Time one generation request may take", unit="s", minimum=1.0)
-    request_tokens: int = option(
-        4096,
-        effect="Most tokens asked for in one generation request: small answers share a request, long ones travel alone",
-        unit="tokens",
-        minimum=1,
-    )
-    max_retries: int = option(3, effect="Failed requests after which a prompt ends the run with an error", minimum=0)
-    heartbeat_interval_s: float = option(1.0, effect="Pause between heartbeats of an instance", unit="s", minimum=0.05)
-    heartbeat_timeout_s: float = option(
-        60.0, effect="An instance whose heartbeat counter stands still this long counts as dead", unit="s", minimum=1.0
-    )
-    extra_args: list[str] = option(factory=list, effect="Further command-line arguments of the vLLM server")
-
-
-@dataclass
-class WeightsConfig:
-    """The exchange through the run directory."""
-
-    dtype: str = option("bfloat16", effect="Number format of published weights", choices=("float32", "bfloat16"))
-    max_file_bytes: float = option(4e9, effect="Largest safetensors file of one version", unit="bytes", minimum=1e4)
-    keep_versions: int = option(2, effect="Newest versions that are never collected", minimum=2)
-    keep_records: int = option(
-        1000,
-        effect="Newest refresh requests and results that are kept; ACKs are kept for the whole run",
-        unit="versions",
-        minimum=2,
-    )
-    keep_batches: int = option(64, effect="Newest trained batches that are kept for replay", unit="batches", minimum=4)
-    io_threads: int = option(
-        0,
-        effect="Threads that copy, hash, read and write weights in one process; 0 takes its processors, at most 16",
-        unit="threads",
-        minimum=0,
-    )
-    refresh_timeout_s: float = option(
-        600.0, effect="Time all instances have to load and prove a version", unit="s", minimum=1.0
-    )
-    proof_tolerance: float = option(
-        0.05,
-        effect="Largest difference of a probe log-prob between trainer and engine (1e-3 in float32)",
-        unit="nats",
-        minimum=0.0,
-    )
-    probe_tokens: int = option(24, effect="Length of the fixed probe sequence", unit="tokens", minimum=2)
-
-
-@dataclass
-class TraceConfig:
-    directory: str = option("", effect="Folder of the span files; empty means attempts/N/traces in the run directory")
-
-
-@dataclass
-class LaunchConfig:
-    """How a run starts."""
-
-    mode: str = option(
-        "auto",
-        effect="slurm submits a job, local runs here; auto takes slurm when sbatch answers",
-        choices=("auto", "slurm", "local"),
-    )
-    run_dir: str = option("", effect="Run directory; empty means runs/<experiment>-<time>")
-    dry_run: bool = option(False, effect="Stop before submitting; print plan and script")
-    follow: bool = option(True, effect="Stay attached and show progress until the run ends")
-    replace_finished: bool = option(
-        False, effect="Move a run directory that is not in use aside (to NAME.1, NAME.2, ...) instead of refusing"
-    )
-    cache_dir: str = option(
-        "", effect="Folder of made starter policies; empty means $XDG_CACHE_HOME/libra or ~/.cache/libra"
-    )
-    python: str = option("", effect="Python of the steps; empty means the one that runs the launcher")
-    setup: list[str] = option(factory=list, effect="Shell lines at the start of the job script (module load ...)")
-    stop_grace_s: float = option(
-        5.0, effect="Time a stage has between TERM and KILL when a run fails", unit="s", minimum=0.1
-    )
-    evaluate: bool = option(True, effect="Answer the held-out problems before and after training")
-
-
-@dataclass
-class SlurmConfig:
-    """What goes into the job script. Empty or 0 leaves the line out."""
-
-    layout: str = option(
-        "hetjob",
-        effect="hetjob: trainer and rollout components; single: one job with exact steps",
-        choices=("hetjob", "single"),
-    )
-    partition: str = option("", effect="Partition of all components")
-    account: str = option("", effect="Account")
-    qos: str = option("", effect="Quality of service")
-    job_name: str = option("libra", effect="Job name")
-    time_min: int = option(60, effect="Time limit of the whole job", unit="min", minimum=1)
-    mem_per_node_bytes: float = option(
-        0.0, effect="Memory asked for on each node; 0 asks for all of it", unit="bytes", minimum=0.0
-    )
-    controller_cpus: int = option(1, effect="Processors of the controller step", minimum=1)
-    extra: list[str] = option(factory=list, effect="Further #SBATCH lines for every component, without the prefix")
+from conf.sections import (
+    AlgorithmConfig,
+    HardwareConfig,
+    LaunchConfig,
+    ModelConfig,
+    RolloutConfig,
+    SlurmConfig,
+    TaskConfig,
+    TraceConfig,
+    WarmupConfig,
+    WeightsConfig,
+)
 
 
 @dataclass
 class GlobalResourcePlannerConfig:
-    """Options of the planner under the names of the owner's reference."""
+    """Planner, runtime and elastic options."""
 
     memory_budget_check_enabled: bool = option(
         True, effect="Include recompute-logprobs temporary memory in candidate budgets"
+    )
+    memory_budget_dry_run_enabled: bool = option(
+        False,
+        effect="Run one complete recompute-logprobs pass at full length before training, so that memory fails early",
+        reason="the probe is not built yet",
     )
     memory_budget_safety_margin_bytes: float = option(
         2e9, effect="Device memory kept outside the analytic estimate", unit="bytes", minimum=0.0
@@ -256,28 +43,118 @@ class GlobalResourcePlannerConfig:
         4, effect="Width of one logit in the temporary estimate", unit="bytes", minimum=1, maximum=8
     )
     memory_budget_workspace_factor: float = option(
-        1.5, effect="Multiplier for simultaneous logits and workspace temporaries", minimum=1.0
+        1.5, effect="Multiplier for simultaneous logits and workspace temporaries", unit="factor", minimum=1.0
+    )
+    initial_allocation_strategy: str = option(
+        "configured",
+        effect="grp lets the planner divide train_gpus + rollout_gpus and choose train_tp_size before launch; configured keeps"
+        " train_gpus, rollout_gpus and train_tp_size as given",
+        choices=("configured", "grp"),
+        reason="what a user types is what runs; predictions are not calibrated by measurements yet",
+    )
+    allocation_granularity_gpus: int = option(
+        1,
+        effect="The training side is a multiple of this many GPUs; normally one node or one data-parallel replica",
+        unit="GPUs",
+        minimum=1,
     )
     min_train_gpus: int = option(1, effect="Least GPUs that train", unit="GPUs", minimum=1)
     min_rollout_gpus: int = option(1, effect="Least GPUs that generate", unit="GPUs", minimum=1)
-    runtime_batch_collection_timeout_s: float = option(
-        600.0, effect="Timeout for collecting one training batch", unit="s", minimum=1.0
+    allowed_train_tp: list[int] = option(
+        factory=list,
+        effect="Candidate tensor-parallel sizes of training; empty means 1, 2, 4, 8",
+        unit="ranks",
+        minimum=1,
     )
+    allowed_train_ep: list[int] = option(
+        factory=list,
+        effect="Candidate expert-parallel sizes of training, for MoE models only; each must divide the number of experts",
+        unit="ranks",
+        minimum=1,
+    )
+    allowed_train_pp: list[int] = option(
+        factory=list, effect="Candidate pipeline-parallel sizes of training; empty means 1", unit="ranks", minimum=1
+    )
+    train_comm_compute_ratio_threshold: float | None = option(
+        None,
+        effect="Prune tensor-parallel sizes whose estimated communication/compute ratio exceeds this; null prunes none",
+        unit="ratio",
+        above=0.0,
+    )
+    train_ep_comm_compute_ratio_threshold: float | None = option(
+        None,
+        effect="Prune expert-parallel sizes whose estimated All-to-All/compute ratio exceeds this; null prunes none",
+        unit="ratio",
+        above=0.0,
+    )
+    train_pipeline_bubble_ratio_threshold: float | None = option(
+        None,
+        effect="Prune pipeline-parallel sizes whose analytical bubble ratio exceeds this; null prunes none",
+        unit="ratio",
+        above=0.0,
+    )
+    runtime_dynamic_reconfiguration_enabled: bool = option(
+        False, effect="Master switch for changes of the layout while the run goes on"
+    )
+    runtime_online_replanning: bool = option(False, effect="Use online metrics in planner decisions")
+    runtime_manage_rollout_processes: bool = option(
+        True,
+        effect="Libra starts, stops and adopts rollout processes",
+        reason="servers started by others are not built yet",
+    )
+    runtime_rollout_reconfigure_strategy: str = option(
+        "diff",
+        effect="Order in which rollout instances are replaced when the layout changes",
+        choices=("diff", "restart_all", "blue_green", "prewarm", "cluster_swap"),
+    )
+    runtime_cluster_swap_enabled: bool = option(
+        False, effect="Exchange GPUs between rollout and training without spare GPUs"
+    )
+    runtime_reconfigure_training: bool = option(False, effect="Change the training pool while the run goes on")
+    runtime_training_pool_plan_only: bool = option(
+        True, effect="Record changes of the training pool without attaching workers"
+    )
+    decouple_communication_domains: bool = option(
+        True, effect="Keep elastic gradient traffic off the core training DP process group"
+    )
+    elastic_hybrid_replica_size_gpus: int = option(
+        0,
+        effect="Physical ranks in one complete TP x EP x PP x CP replica; 0 derives it from the training topology",
+        unit="GPUs",
+        minimum=0,
+    )
+    elastic_hybrid_min_rollout_gpus: int = option(
+        0, effect="Rollout GPUs that the elastic hybrid pool may never borrow", unit="GPUs", minimum=0
+    )
+    elastic_hybrid_max_workers: int = option(
+        0, effect="Deprecated and ignored: the elastic hybrid pool has no policy maximum", unit="workers", minimum=0
+    )
+    runtime_batch_collection_timeout_s: float = option(
+        600.0,
+        effect="Timeout for collecting one training batch",
+        unit="s",
+        minimum=1.0,
+        reason="every wait has an end",
+    )
+    runtime_batch_collection_max_retries: int = option(
+        0, effect="Retries after a batch collection timeout; each waits the timeout again", unit="retries", minimum=0
+    )
+    runtime_drain_before_reconfigure: bool = option(True, effect="Finish rollouts in flight before the layout changes")
 
 
 @dataclass
 class LibraConfig:
     """The whole configuration of a run."""
 
-    model_path: str = option("", effect="Policy model: a HF folder")
-    tokenizer_path: str = option("", effect="Tokenizer folder; empty means model_path")
+    model_path: str = option("", effect="Policy model: a HF folder", unit="path")
+    tokenizer_path: str = option("", effect="Tokenizer folder; empty means model_path", unit="path")
     train_backend: str = option("megatron_core", effect="Training backend", choices=("megatron_core",))
     train_gpus: int = option(1, effect="GPUs of the core training pool", unit="GPUs", minimum=1)
     rollout_gpus: int = option(1, effect="GPUs of rollout at launch", unit="GPUs", minimum=1)
-    train_tp_size: int = option(1, effect="Tensor-parallel size of training", minimum=1)
-    train_pp_size: int = option(1, effect="Pipeline-parallel size of training (only 1 is built)", minimum=1, maximum=1)
-    train_cp_size: int = option(1, effect="Context-parallel size of training (only 1 is built)", minimum=1, maximum=1)
-    vllm_tp_size: int = option(1, effect="Tensor-parallel size of one rollout instance", minimum=1)
+    train_tp_size: int = option(1, effect="Tensor-parallel size of training", unit="ranks", minimum=1)
+    train_pp_size: int = option(1, effect="Pipeline-parallel size of training", unit="ranks", minimum=1)
+    train_cp_size: int = option(1, effect="Context-parallel size of training", unit="ranks", minimum=1)
+    vllm_tp_size: int = option(1, effect="Tensor-parallel size of one rollout instance", unit="GPUs", minimum=1)
     batch_size: int = option(512, effect="Trajectories in one optimizer step", unit="trajectories", minimum=1)
     micro_batch_size: int = option(
         4,
@@ -285,7 +162,7 @@ class LibraConfig:
         unit="trajectories",
         minimum=1,
     )
-    n_samples: int = option(8, effect="Rollouts of each prompt (one GRPO group)", minimum=2)
+    n_samples: int = option(8, effect="Rollouts of each prompt (one GRPO group)", unit="trajectories", minimum=2)
     max_model_len: int = option(2048, effect="Context length of vLLM and longest trajectory", unit="tokens", minimum=2)
     max_new_tokens: int = option(1024, effect="Most tokens generated for one rollout", unit="tokens", minimum=1)
     max_concurrent_rollouts: int = option(1024, effect="Most trajectories in flight", unit="trajectories", minimum=1)
@@ -294,40 +171,62 @@ class LibraConfig:
         effect="Most optimizer steps between the oldest token of a trajectory and the weights it trains",
         unit="versions",
         minimum=0,
+        reason="one step lets generation overlap training",
     )
     recompute_logprobs: bool = option(
         True, effect="Recompute proximal log-probs with the current weights before the update (decoupled PPO)"
     )
     recompute_micro_batch_size: int = option(
-        1, effect="Trajectories in one pass of recompute-logprobs", unit="trajectories", minimum=1
+        1,
+        effect="Trajectories in one pass of recompute-logprobs",
+        unit="trajectories",
+        minimum=1,
+        reason="bounds the memory of the logits",
     )
     total_steps: int = option(100, effect="Optimizer steps of the run", unit="steps", minimum=0)
-    learning_rate: float = option(1e-6, effect="Peak learning rate", minimum=0.0)
-    temperature: float = option(1.0, effect="Sampling temperature of rollouts", minimum=0.01)
-    top_p: float = option(1.0, effect="Nucleus sampling; 1.0 samples the full distribution", minimum=0.01, maximum=1.0)
-    seed: int = option(0, effect="Seed of prompts, sampling and training", minimum=0)
+    learning_rate: float = option(1e-6, effect="Peak learning rate", unit="per step", minimum=0.0)
+    temperature: float = option(1.0, effect="Sampling temperature of rollouts", unit="factor", minimum=0.01)
+    top_p: float = option(
+        1.0, effect="Nucleus sampling; 1.0 samples the full distribution", unit="probability", minimum=0.01, maximum=1.0
+    )
+    seed: int = option(0, effect="Seed of prompts, sampling and training", unit="seed", minimum=0)
     train_dtype: str = option(
         "bfloat16",
         effect="Number format of training computation (master weights are float32)",
         choices=("float32", "bfloat16"),
     )
-    sync_interval: int = option(1, effect="Training steps between weight syncs", unit="steps", minimum=1)
+    megatron_use_precision_aware_optimizer: bool = option(
+        False, effect="Keep optimizer-state precision aligned with mixed precision"
+    )
+    megatron_optimizer_cpu_offload: bool = option(False, effect="Keep optimizer state in host memory and step it there")
+    megatron_optimizer_offload_fraction: float = option(
+        0.0, effect="Fraction of optimizer state to offload", unit="fraction", minimum=0.0, maximum=1.0
+    )
+    megatron_use_cpu_initialization: bool = option(
+        False, effect="Build model weights in host memory before they move to the GPU"
+    )
+    megatron_grouped_gemm: bool = option(False, effect="Compute the experts of an MoE layer in one grouped GEMM")
+    sync_interval: int = option(1, effect="Training steps between weight sync attempts", unit="steps", minimum=1)
     rollout_weight_sync_mode: str = option(
         "restart",
         effect="restart: one reload request for the complete instance set, whole ACK batch awaited",
         choices=("restart",),
+        reason="a run whose rollouts keep their first weights is not reinforcement learning",
     )
     rollout_weight_reload_method: str = option(
         "inplace",
-        effect="inplace refreshes resident workers, restart replaces the server process",
+        effect="inplace refreshes resident vLLM workers, restart replaces the server process",
         choices=("restart", "inplace"),
+        reason="a restart costs a minute; both are proved in the same way",
     )
     rollout_weight_reload_strategy: str = option(
         "parallel",
         effect="parallel: all instances at once; serial: one at a time on each node",
         choices=("parallel", "serial"),
     )
-    phase_trace_enabled: bool = option(True, effect="Write phase_trace_rank*.jsonl spans")
+    phase_trace_enabled: bool = option(
+        True, effect="Write phase_trace_rank*.jsonl spans; RL_TRAIN_PHASE_TRACE=1 in the environment turns it on"
+    )
     global_resource_planner: GlobalResourcePlannerConfig = field(default_factory=GlobalResourcePlannerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import Field
+import math
 from typing import Any
 
-from conf.options import walk
+from conf.options import Option, declared, walk
+from conf.pending import pending_problems
 from conf.schema import LibraConfig
 
 
 def option_problems(config: LibraConfig) -> list[str]:
     """Values outside the range or the choices that the schema declares."""
-    problems = []
-    for name, spec, value in walk(config):
-        problem = _out_of_range(name, spec, value)
-        if problem:
-            problems.append(problem)
-    return problems
+    options = declared(LibraConfig)
+    found = (out_of_range(options[name], value) for name, _, value in walk(config))
+    return [problem for problem in found if problem]
 
 
-def _out_of_range(name: str, spec: Field[Any], value: Any) -> str:
-    meta = spec.metadata
-    unit = f" {meta['unit']}" if meta.get("unit") else ""
-    if meta.get("choices") and value not in meta["choices"]:
-        wanted = ", ".join(repr(choice) for choice in meta["choices"] if choice)
+def out_of_range(option: Option, value: Any) -> str:
+    """Why `value` is not allowed for `option`, or "". For a list, the first element that is not."""
+    if isinstance(value, list):
+        return next((problem for element in value if (problem := out_of_range(option, element))), "")
+    name, unit = option.name, f" {option.unit}" if option.unit else ""
+    if option.choices and value not in option.choices:
+        wanted = ", ".join(repr(choice) for choice in option.choices if choice)
         return f"{name}={value!r} is not one of {wanted}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
-    low, high = meta.get("minimum"), meta.get("maximum")
-    if value != value or (low is not None and value < low):
-        return f"{name}={value} is below the least allowed, {low:g}{unit}"
-    if high is not None and value > high:
-        return f"{name}={value} is above the most allowed, {high:g}{unit}"
+    if not math.isfinite(value):
+        return f"{name}={value} is not a finite number"
+    if option.above is not None and value <= option.above:
+        return f"{name}={value} is not above {option.above:g}{unit}"
+    if option.minimum is not None and value < option.minimum:
+        return f"{name}={value} is below the least allowed, {option.minimum:g}{unit}"
+    if option.maximum is not None and value > option.maximum:
+        return f"{name}={value} is above the most allowed, {option.maximum:g}{unit}"
     return ""
 
 
@@ -82,4 +85,4 @@ def cross_problems(config: LibraConfig) -> list[str]:
 
 
 def problems(config: LibraConfig) -> list[str]:
-    return option_problems(config) + cross_problems(config)
+    return [*option_problems(config), *cross_problems(config), *pending_problems(config)]

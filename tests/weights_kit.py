@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from conf.schema import LibraConfig, WeightsConfig
+from conf.schema import LibraConfig
+from conf.sections import WeightsConfig
 from planner.plan import InstancePlacement, Plan, RolloutLayout, TrainLayout
 from stages.context import StageContext
 from stages.rundir import RunDir

@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from conf.schema import AlgorithmConfig
+from conf.sections import AlgorithmConfig
 from stages.trainer.model import PolicyModel
 from stages.trainer.parallel import RankGrid
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from conf.schema import ModelConfig
+from conf.sections import ModelConfig
 from stages.warmup.errors import WarmupError
 from stages.warmup.vocabulary import BOS_ID, EOS_ID, PAD_ID
 

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 
-from conf.schema import WarmupConfig
+from conf.sections import WarmupConfig
 from stages.controller.tasks.base import Problem, Task
 from stages.warmup.errors import WarmupError
 from stages.warmup.vocabulary import EOS_ID, encode_strictly

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.schema import WeightsConfig
+from conf.sections import WeightsConfig
 from stages.context import StageContext
 from stages.files import list_names, remove_tree
 from stages.rundir import RunDir

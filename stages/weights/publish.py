@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from conf.schema import WeightsConfig
+from conf.sections import WeightsConfig
 from stages.rundir import Publication, RunDir
 from stages.weights.boxes import runs
 from stages.weights.collect import sweep_leftovers

@@ -32,7 +32,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from conf.schema import AlgorithmConfig, HardwareConfig, LibraConfig
+from conf.schema import LibraConfig
+from conf.sections import AlgorithmConfig, HardwareConfig
 from planner.plan import Plan, RolloutLayout, TrainLayout
 from stages.batches import Batch, Sequence, write_batch
 from stages.rundir import RunDir

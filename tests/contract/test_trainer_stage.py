@@ -23,7 +23,8 @@ import torch
 from omegaconf import OmegaConf
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conf.schema import AlgorithmConfig, GlobalResourcePlannerConfig, HardwareConfig, LibraConfig, WeightsConfig
+from conf.schema import GlobalResourcePlannerConfig, LibraConfig
+from conf.sections import AlgorithmConfig, HardwareConfig, WeightsConfig
 from planner.plan import InstancePlacement, Plan, RolloutLayout, TrainLayout
 from stages.batches import Batch, Sequence, write_batch
 from stages.files import list_names, wait_for

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from conf.schema import WeightsConfig
+from conf.sections import WeightsConfig
 from stages.rundir import RunDir
 from stages.weights.errors import PublishError
 from stages.weights.publish import publish

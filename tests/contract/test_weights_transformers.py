@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from conf.schema import WeightsConfig
+from conf.sections import WeightsConfig
 from stages.rundir import RunDir
 from stages.weights.manifest import model_config_digest
 from stages.weights.publish import publish

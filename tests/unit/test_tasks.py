@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conf.schema import TaskConfig
+from conf.sections import TaskConfig
 from stages.controller.tasks import make_task
 from stages.controller.tasks.base import Problem, Task, TaskError
 from stages.controller.tasks.reasoning_gym import ReasoningGymTask

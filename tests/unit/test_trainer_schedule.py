@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conf.schema import AlgorithmConfig, LibraConfig
+from conf.schema import LibraConfig
+from conf.sections import AlgorithmConfig
 from stages.trainer.schedule import learning_rate
 
 

@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conf.schema import LibraConfig, ModelConfig, TaskConfig, WarmupConfig
+from conf.schema import LibraConfig
+from conf.sections import ModelConfig, TaskConfig, WarmupConfig
 from stages.controller.tasks import make_task
 from stages.controller.tokenizer import PolicyTokenizer, TokenizerError
 from stages.warmup import make

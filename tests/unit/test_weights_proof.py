@@ -7,7 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conf.schema import LibraConfig, RolloutConfig, WeightsConfig
+from conf.schema import LibraConfig
+from conf.sections import RolloutConfig, WeightsConfig
 from stages.weights.manifest import Probe
 from stages.weights.proof import allowed_difference_nats, probe_change_nats, resolution_nats
 

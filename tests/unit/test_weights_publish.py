@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from conf.schema import WeightsConfig
+from conf.sections import WeightsConfig
 from stages.rundir import FencedError, RunDir
 from stages.weights.errors import NoSpaceError, PublishError
 from stages.weights.manifest import Manifest

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.schema import WeightsConfig
+from conf.sections import WeightsConfig
 from stages.files import WaitTimeoutError
 from stages.rundir import OutsideRunError, RunDir
 from stages.weights.errors import DigestMismatchError, SizeMismatchError

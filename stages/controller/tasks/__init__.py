@@ -10,7 +10,7 @@ import difflib
 import importlib
 import inspect
 
-from conf.schema import TaskConfig
+from conf.sections import TaskConfig
 from stages.controller.tasks.base import Problem, Task, TaskError
 
 __all__ = ["Problem", "Task", "TaskError", "make_task"]
