@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from conf.load import load
+from conf.reads import reads_of, track
 from conf.schema import LibraConfig
 from planner.plan import Plan
 from stages.files import read_json
-from stages.rundir import RunDir, RunNotFoundError
+from stages.rundir import FencedError, RunDir, RunNotFoundError
 from traces.recorder import Recorder
 
 
@@ -65,12 +67,13 @@ def open_context(
     local_rank: int = 0,
     alone: bool = False,
 ) -> Iterator[StageContext]:
-    """Read the run directory for one task of a stage and close its recorder at the end. Raises RunNotFoundError.
+    """Read the run directory for one task of a stage. At the end, close its recorder and write which options it read.
 
-    `alone` is for a stage that a person starts by hand: on a run that is over, the trace stays as it is.
+    `alone` is for a stage that a person starts by hand: it leaves no such record, and on a run that is over the trace stays
+    as it is. Raises RunNotFoundError.
     """
     run = RunDir.open(Path(run_dir), writer=name, attempt=attempt)
-    config = load(run.config_yaml)
+    config = track(load(run.config_yaml))
     record = run.read(run.plan_json, any_attempt=True)
     if record is None:
         raise RunNotFoundError(f"{run.root} has no plan.json; a run is made by `python -m launch`")
@@ -89,3 +92,14 @@ def open_context(
         yield StageContext(run, config, plan, role, name, rank, world_size, local_rank, recorder)
     finally:
         recorder.close()
+        if not alone:
+            write_reads(run, config, name, rank)
+
+
+def write_reads(run: RunDir, config: LibraConfig, name: str, rank: int) -> None:
+    """For the launcher's warning about options that nothing reads (`launch.unread`), which can do without: no error of it
+    takes the place of how the stage ended."""
+    try:
+        run.write(run.reads_json(name, rank), {"options": sorted(reads_of(config))})
+    except (FencedError, OSError) as error:
+        print(f"{name} rank {rank}: which options it read is not recorded: {error}", file=sys.stderr, flush=True)

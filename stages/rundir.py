@@ -116,7 +116,7 @@ class RunDir:
     def start_attempt(self, attempt: int) -> None:
         """Make the folders of an attempt; from now on writers of older attempts are fenced out."""
         base = make_directory(self.root / "attempts" / str(attempt))
-        for name in ("logs", "submitit", "traces"):
+        for name in ("logs", "submitit", "traces", "reads"):
             make_directory(base / name)
 
     def newest_attempt(self) -> int:
@@ -187,6 +187,10 @@ class RunDir:
     @property
     def traces(self) -> Path:
         return self.attempt_dir / "traces"
+
+    def reads_json(self, name: str, rank: int) -> Path:
+        """Written by one task of a stage at its end: {"options": the names of the options that it read}."""
+        return self.attempt_dir / "reads" / f"{name}.{rank}.json"
 
     @property
     def instances(self) -> Path:

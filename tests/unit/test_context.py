@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from conf.schema import LibraConfig
 from planner.plan import InstancePlacement, Plan, RolloutLayout, TrainLayout
-from stages.context import open_context
+from stages.context import StoppedError, open_context
 from stages.files import list_names
 from stages.rundir import RunDir
 
@@ -46,3 +46,48 @@ def test_a_stage_started_by_hand_leaves_the_trace_of_a_finished_run_alone(run: R
     run.write(run.summary_json, {"steps": 1})
 
     assert record_a_span(run, alone=True) == []
+
+
+def options_read(run: RunDir, *, name: str = "rollout_000", rank: int = 0) -> set[str] | None:
+    record = run.read(run.reads_json(name, rank))
+    return None if record is None else set(record["options"])
+
+
+def test_a_stage_leaves_the_names_of_the_options_that_it_read(run: RunDir) -> None:
+    with open_context("trainer", run.root, name="trainer", rank=1, world_size=2) as context:
+        assert context.config.algorithm.clip_low == 0.2
+
+    read = options_read(run, name="trainer", rank=1)
+    assert read is not None
+    assert "phase_trace_enabled" in read, "opening the context reads this one"
+    assert "learning_rate" not in read
+    # A test's own reads count as well, as those of any module that uses options.
+    assert "algorithm.clip_low" in read
+
+
+def test_a_stage_that_was_stopped_leaves_them_too(run: RunDir) -> None:
+    def stage() -> None:
+        with open_context("rollout", run.root, name="rollout_000") as context:
+            context.stop.set()
+            context.check_stop()
+
+    with pytest.raises(StoppedError):
+        stage()
+
+    assert options_read(run)
+
+
+def test_a_stage_started_by_hand_leaves_none(run: RunDir) -> None:
+    record_a_span(run, alone=True)
+
+    assert options_read(run) is None
+
+
+def test_a_stage_of_an_attempt_that_is_over_ends_as_it_would_have(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_context("rollout", run.root, name="rollout_000"):
+        run.start_attempt(1)
+
+    assert "rollout_000 rank 0: which options it read is not recorded" in capsys.readouterr().err
+    assert options_read(run) is None
