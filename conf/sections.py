@@ -103,7 +103,9 @@ class AlgorithmConfig:
     clip_low: float = option(
         0.2, effect="Lower clip of the ratio: 1 - clip_low", minimum=0.0, maximum=1.0, unit="ratio"
     )
-    clip_high: float = option(0.28, effect="Upper clip of the ratio: 1 + clip_high (DAPO)", minimum=0.0, unit="ratio")
+    clip_high: float = option(
+        0.2, effect="Upper clip of the ratio: 1 + clip_high; DAPO clips higher, at 0.28", minimum=0.0, unit="ratio"
+    )
     normalize_advantage: bool = option(True, effect="Divide the group-centred reward by the group's standard deviation")
     drop_uniform_groups: bool = option(
         False,
