@@ -226,6 +226,8 @@ class WeightsConfig:
 
 @dataclass
 class TraceConfig:
+    """Where the spans of `phase_trace_enabled` go."""
+
     directory: str = option(
         "", effect="Folder of the span files; empty means attempts/N/traces in the run directory", unit="path"
     )
