@@ -29,10 +29,17 @@ class ModelConfig:
         0, effect="Width of one head; 0 means hidden_size / num_attention_heads", minimum=0, unit="elements"
     )
     vocab_size: int = option(0, effect="Rows of the embedding; 0 reads config.json", minimum=0, unit="tokens")
-    tie_word_embeddings: bool = option(
-        False, effect="Output head shares the embedding (read from config.json when it exists)"
+    tie_word_embeddings: bool | None = option(
+        None,
+        effect="Output head shares the embedding; null reads config.json (false where there is none)",
+        unit="switch",
     )
-    rope_theta: float = option(10000.0, effect="Base of the rotary embedding", minimum=1.0, unit="base")
+    rope_theta: float | None = option(
+        None,
+        effect="Base of the rotary embedding; null reads config.json (10000 where there is none)",
+        minimum=1.0,
+        unit="base",
+    )
     max_position_embeddings: int = option(0, effect="Longest position; 0 reads config.json", unit="tokens", minimum=0)
     num_experts: int = option(
         0, effect="Experts of an MoE layer; 0 is a dense model (or reads config.json)", unit="experts", minimum=0

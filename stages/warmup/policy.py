@@ -17,6 +17,7 @@ CONFIG_CLASSES: dict[str, Any] = {
     "Qwen3ForCausalLM": Qwen3Config,
 }
 INITIAL_STD = 0.05
+DEFAULT_ROPE_THETA = 10000.0
 NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
@@ -42,8 +43,8 @@ def make_policy(model: ModelConfig, *, vocabulary: int, seed: int) -> Any:
         head_dim=model.head_dim or model.hidden_size // model.num_attention_heads,
         vocab_size=model.vocab_size or vocabulary,
         max_position_embeddings=model.max_position_embeddings,
-        rope_theta=model.rope_theta,
-        tie_word_embeddings=model.tie_word_embeddings,
+        rope_theta=DEFAULT_ROPE_THETA if model.rope_theta is None else model.rope_theta,
+        tie_word_embeddings=bool(model.tie_word_embeddings),
         initializer_range=INITIAL_STD,
         pad_token_id=PAD_ID,
         bos_token_id=BOS_ID,
