@@ -14,19 +14,20 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from conf.pending import PLANNED_ONLY
 from conf.schema import LibraConfig
 from launch import machine, occupancy
 from launch.compose import compose
 from launch.errors import ConfigError, InterruptedRunError, LibraError
-from planner.architecture import Architecture, from_hf, from_model_config
+from planner.architecture import Architecture
 from planner.errors import PlanError
+from planner.model import from_model_config, resolve
 from planner.plan import Plan
 from planner.search import describe, make_plan
 from planner.validate import problems
 from stages.files import wait_for, write_bytes_atomic
 from stages.rundir import RunDir, RunInUseError
-from stages.trainer.architecture import ModelError, check_tensor_parallel
-from stages.trainer.architecture import read_architecture as read_trainable
+from stages.trainer.architecture import ModelError, check_supported
 from stages.warmup.key import cached_policy_path, damage
 
 WARMUP_FAILED = (
@@ -87,15 +88,17 @@ def default_run_dir(overrides: Sequence[str]) -> str:
 
 
 def read_architecture(config: LibraConfig) -> Architecture:
-    """From model_path/config.json when it is there, else from the model group."""
+    """From model_path/config.json when it is there, else from the model group. Raises PlanError."""
     hf_config = machine.read_hf_config(Path(config.model_path)) if config.model_path else None
     if hf_config is None or config.warmup.steps:
         return from_model_config(config.model)
-    try:
-        check_tensor_parallel(read_trainable(hf_config), config.train_tp_size)
-    except ModelError as error:
-        raise PlanError(f"model_path={config.model_path}: {error}") from error
-    return from_hf(hf_config)
+    architecture = resolve(hf_config, config.model)
+    if architecture.name not in PLANNED_ONLY:
+        try:
+            check_supported(hf_config)
+        except ModelError as error:
+            raise PlanError(f"model_path={config.model_path}: {error}") from error
+    return architecture
 
 
 def check_machine(prepared: Prepared) -> None:

@@ -1,20 +1,21 @@
-"""Sizes of a transformer policy, from the model group or a HF config.json."""
+"""Sizes of a transformer policy, and what follows from them: parameters, bytes of the KV cache, FLOPs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from conf.sections import ModelConfig
-from planner.errors import PlanError
-
-SUPPORTED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DENSE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MIXTURE_OF_EXPERTS = ("Qwen3MoeForCausalLM",)
+SUPPORTED = DENSE + MIXTURE_OF_EXPERTS
+"""Architectures that can be planned. What can be trained is `stages.trainer.architecture.SUPPORTED`."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Dense decoder with grouped-query attention and a gated MLP; widths in elements."""
+    """Decoder with grouped-query attention and a gated MLP, or experts with a router in its place; widths in elements.
+
+    Where `num_experts` is not 0, every layer has experts and `intermediate` means nothing.
+    """
 
     name: str
     layers: int
@@ -26,71 +27,99 @@ class Architecture:
     vocab: int
     tied: bool
     max_positions: int
+    num_experts: int = 0
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 0
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def key_value_width(self) -> int:
+        """Of the keys; the values have as much."""
+        return self.key_value_heads * self.head_dim
 
     @property
     def embedding_parameters(self) -> int:
+        """Embedding and head."""
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
     @property
-    def layer_parameters(self) -> int:
-        """Parameters of one layer: q, k, v, o, gate, up, down and its norms (biases are below 0.1 % and left out)."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.key_value_heads)
-        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+    def attention_parameters(self) -> int:
+        """The q, k, v and o matrices of one layer."""
+        return self.hidden * 2 * (self.query_width + self.key_value_width)
+
+    @property
+    def small_parameters(self) -> int:
+        """Norms and biases of one layer: no matrix product reads them."""
+        norms = 2 * self.hidden + (2 * self.head_dim if self.name.startswith("Qwen3") else 0)
+        return norms + (self.query_width + 2 * self.key_value_width if self.name == "Qwen2ForCausalLM" else 0)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Gate, up and down of one expert; 0 for a dense model."""
+        return 3 * self.hidden * self.moe_intermediate_size
+
+    @property
+    def dense_mlp_parameters(self) -> int:
+        """What every token reads of one layer's MLP: gate, up and down, or the router."""
+        return self.hidden * self.num_experts if self.is_moe else 3 * self.hidden * self.intermediate
 
     @property
     def parameters(self) -> int:
-        return self.embedding_parameters + self.layers * self.layer_parameters + self.hidden
+        """All of them: what memory and transfers are about."""
+        layer = self.attention_parameters + self.small_parameters + self.dense_mlp_parameters
+        return (
+            self.embedding_parameters + self.hidden + self.layers * (layer + self.num_experts * self.expert_parameters)
+        )
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token visits: all, or with experts_per_token of num_experts experts in each layer."""
+        idle = self.num_experts - self.experts_per_token
+        return self.parameters - self.layers * idle * self.expert_parameters
+
+    @property
+    def layer_matrix_parameters(self) -> int:
+        """Elements of one layer's matrices that one token is multiplied with: 2 FLOPs for each, forward."""
+        experts = self.experts_per_token * self.expert_parameters
+        return self.attention_parameters + self.dense_mlp_parameters + experts
+
+    @property
+    def matrix_parameters(self) -> int:
+        """The same for the whole model: all layers and the head (the embedding is a look-up)."""
+        return self.layers * self.layer_matrix_parameters + self.vocab * self.hidden
+
+    def parameters_read(self, sequences: float) -> float:
+        """Parameters read in one decode step of `sequences` sequences: each of them once, of the experts the touched ones.
+
+        Expected number of distinct experts of a layer when each token picks its experts independently and evenly:
+        E (1 - (1 - k/E)^sequences). The embedding is read only where it is the head too.
+        """
+        looked_up = 0 if self.tied else self.vocab * self.hidden
+        if not self.is_moe:
+            return self.parameters - looked_up
+        missed = (1 - self.experts_per_token / self.num_experts) ** sequences
+        untouched = self.num_experts * missed * self.expert_parameters
+        return self.parameters - looked_up - self.layers * untouched
+
+    def attention_flops(self, tokens: float) -> float:
+        """Forward FLOPs of scores and weighted values over all layers, for one causal sequence.
+
+        Two products of 2 FLOPs for each pair of positions and element of the query width; a causal mask leaves half the
+        pairs.
+        """
+        return self.layers * 2.0 * self.query_width * tokens**2
 
     @property
     def key_value_elements_per_token(self) -> int:
-        return 2 * self.layers * self.key_value_heads * self.head_dim
+        return 2 * self.layers * self.key_value_width
 
-
-def from_model_config(model: ModelConfig) -> Architecture:
-    """Raises PlanError when the model group leaves sizes open (they come from model_path/config.json then)."""
-    sizes = {
-        "num_hidden_layers": model.num_hidden_layers,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_key_value_heads,
-        "vocab_size": model.vocab_size,
-    }
-    missing = [f"model.{name}" for name, value in sizes.items() if value == 0]
-    if missing or not model.architecture:
-        wanted = ", ".join(missing or ["model.architecture"])
-        raise PlanError(
-            f"the model's sizes are unknown: set model_path to a HF folder, or choose model=..., or set {wanted}"
-        )
-    return Architecture(
-        name=model.architecture,
-        layers=model.num_hidden_layers,
-        hidden=model.hidden_size,
-        intermediate=model.intermediate_size,
-        heads=model.num_attention_heads,
-        key_value_heads=model.num_key_value_heads,
-        head_dim=model.head_dim or model.hidden_size // model.num_attention_heads,
-        vocab=model.vocab_size,
-        tied=model.tie_word_embeddings,
-        max_positions=model.max_position_embeddings,
-    )
-
-
-def from_hf(config: Mapping[str, Any]) -> Architecture:
-    """Sizes from a HF config.json. Raises PlanError for an architecture that the trainer does not know."""
-    names = config.get("architectures") or ["(none)"]
-    if names[0] not in SUPPORTED:
-        raise PlanError(f"model_path holds {names[0]}; supported: {', '.join(SUPPORTED)}")
-    heads = int(config["num_attention_heads"])
-    return Architecture(
-        name=names[0],
-        layers=int(config["num_hidden_layers"]),
-        hidden=int(config["hidden_size"]),
-        intermediate=int(config["intermediate_size"]),
-        heads=heads,
-        key_value_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
-        vocab=int(config["vocab_size"]),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        max_positions=int(config.get("max_position_embeddings", 0)),
-    )
+    def key_value_elements_per_gpu(self, tp: int) -> int:
+        """One token's share of one of `tp` ranks of an instance. Heads that are fewer than ranks are kept several times."""
+        return 2 * self.layers * max(1, self.key_value_heads // tp) * self.head_dim

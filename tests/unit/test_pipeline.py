@@ -13,7 +13,7 @@ import pytest
 from launch import machine, pipeline
 from launch.compose import groups
 from launch.errors import ConfigError
-from planner.architecture import from_model_config
+from planner.model import from_model_config
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "dry_run"
 LLAMA = {
@@ -123,9 +123,25 @@ def test_a_config_json_that_is_no_object_is_refused_by_name(tmp_path: Path, text
 def test_sizes_come_from_the_model_folder_when_there_is_one(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "llama")
 
-    prepared = pipeline.prepare(["+experiment=demo", "warmup.steps=0", f"model_path={folder}"])
+    prepared = pipeline.prepare(["+experiment=demo", "warmup.steps=0", "model=from_path", f"model_path={folder}"])
 
     assert prepared.architecture.hidden == 64
+
+
+def test_a_model_group_that_contradicts_the_folder_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "llama")
+
+    with pytest.raises(ConfigError, match=r"model\.hidden_size=128, config\.json has 64.*choose model=from_path"):
+        pipeline.prepare(["+experiment=demo", "warmup.steps=0", f"model_path={folder}"])
+
+
+def test_a_model_that_can_only_be_planned_is_planned_from_its_folder(tmp_path: Path) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    folder = model_folder(tmp_path / "moe", architectures=["Qwen3MoeForCausalLM"], **experts)
+
+    prepared = pipeline.prepare(["+experiment=demo", "warmup.steps=0", "model=from_path", f"model_path={folder}"])
+
+    assert prepared.architecture.num_experts == 8
 
 
 def test_a_full_disk_is_refused_with_wanted_available_and_option(
