@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from conf.options import Option, declared, walk
-from conf.pending import pending_problems
+from conf.pending import PLANNED_ONLY, pending_problems
 from conf.schema import LibraConfig
+from planner.architecture import Architecture
+from planner.rules import MODEL_RULES, RULES
+
+TRIED_VLLM = ((0, 25), (0, 32))
+"""Oldest and newest vLLM whose interfaces the in-place reload was tried with (`stages/rollout/compat.py`)."""
+
+
+def problems(config: LibraConfig) -> list[str]:
+    """What is wrong with the options alone; empty when nothing is."""
+    return [*option_problems(config), *cross_problems(config), *pending_problems(config)]
 
 
 def option_problems(config: LibraConfig) -> list[str]:
@@ -40,49 +51,31 @@ def out_of_range(option: Option, value: Any) -> str:
 
 def cross_problems(config: LibraConfig) -> list[str]:
     """Options that contradict each other; each sentence names wanted, given and what to change."""
-    rules = (
-        (
-            config.batch_size % config.n_samples != 0,
-            f"batch_size={config.batch_size} is not a multiple of n_samples={config.n_samples}: a step trains whole groups; change one of them",
-        ),
-        (
-            config.max_new_tokens >= config.max_model_len,
-            f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in max_model_len={config.max_model_len}; lower max_new_tokens",
-        ),
-        (
-            config.max_head_offpolicyness < config.sync_interval - 1,
-            f"max_head_offpolicyness={config.max_head_offpolicyness} is below sync_interval - 1 = {config.sync_interval - 1}: with weights"
-            " synced that rarely no trajectory would be fresh enough; raise max_head_offpolicyness or lower sync_interval",
-        ),
-        (
-            config.max_concurrent_rollouts < config.n_samples,
-            f"max_concurrent_rollouts={config.max_concurrent_rollouts} is below n_samples={config.n_samples}: no group could be in flight; raise it",
-        ),
-        (
-            config.batch_size
-            < config.train_gpus // max(1, config.train_tp_size * config.train_pp_size * config.train_cp_size),
-            f"batch_size={config.batch_size} is smaller than the data-parallel degree; lower train_gpus or raise batch_size",
-        ),
-        (
-            config.weights.probe_tokens > config.max_model_len - 1,
-            f"weights.probe_tokens={config.weights.probe_tokens} does not fit max_model_len={config.max_model_len} with one more token; lower it",
-        ),
-        (
-            config.launch.mode == "local" and not config.launch.follow,
-            "launch.follow=false: a local run ends with its launcher, so the launcher has to stay; set launch.follow=true",
-        ),
-        (
-            config.top_p < 1.0,
-            f"top_p={config.top_p}: vLLM's log-probs are then those of the nucleus, the trainer's those of the whole distribution,"
-            " and their ratio is wrong; only top_p=1.0 is built",
-        ),
-        (
-            config.hardware.device == "cpu" and config.vllm_tp_size > 1,
-            f"vllm_tp_size={config.vllm_tp_size}: on hardware.device=cpu one instance is one process; set vllm_tp_size=1",
-        ),
-    )
-    return [text for broken, text in rules if broken]
+    return [problem for rule in RULES for problem in rule(config)]
 
 
-def problems(config: LibraConfig) -> list[str]:
-    return [*option_problems(config), *cross_problems(config), *pending_problems(config)]
+def model_problems(config: LibraConfig, arch: Architecture) -> list[str]:
+    """Options that contradict the model's sizes."""
+    return [problem for rule in MODEL_RULES for problem in rule(config, arch)]
+
+
+def start_problems(config: LibraConfig, arch: Architecture) -> list[str]:
+    """Why a run that can be planned cannot be started yet."""
+    sentence = PLANNED_ONLY.get(arch.name)
+    if sentence is None:
+        return []
+    return [f"{arch.name} can be planned (launch.dry_run=true), not started: {sentence}; choose another model_path"]
+
+
+def reload_method_problems(config: LibraConfig, vllm_version: str | None) -> list[str]:
+    """Whether the installed vLLM was tried with the in-place reload. None: it is not known here (a login node)."""
+    if config.rollout_weight_reload_method != "inplace" or vllm_version is None:
+        return []
+    oldest, newest = (".".join(map(str, version)) for version in TRIED_VLLM)
+    found = re.match(r"(\d+)\.(\d+)", vllm_version)
+    if found is not None and TRIED_VLLM[0] <= (int(found[1]), int(found[2])) <= TRIED_VLLM[1]:
+        return []
+    return [
+        f"rollout_weight_reload_method=inplace was tried with vLLM {oldest} to {newest}, installed is {vllm_version}: a reload"
+        " that keeps old weights is worse than a slow one; set rollout_weight_reload_method=restart, or install a tried vLLM"
+    ]
