@@ -148,9 +148,9 @@ def value_text(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, float):
-        text = f"{value:.6e}" if abs(value) >= 1e6 else f"{value:.12g}"
+        text = f"{value:.11e}" if abs(value) >= 1e6 else f"{value:.12g}"
         mantissa, _, exponent = text.partition("e")
-        return f"{float(mantissa):g}e{int(exponent)}" if exponent else mantissa
+        return f"{float(mantissa):.12g}e{int(exponent)}" if exponent else mantissa
     if isinstance(value, str):
         return value or '""'
     return json.dumps(value)
