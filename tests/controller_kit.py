@@ -96,6 +96,7 @@ class Request:
     prompts: list[str]
     n: int
     temperature: float
+    max_tokens: int
 
 
 @dataclass
@@ -166,7 +167,7 @@ class ScriptedServer:
         assert body["logprobs"] == 0
         assert body["return_token_ids"] is True
         prompts = [TOKENIZER.decode(ids) for ids in body["prompt"]]
-        request = Request(len(self.requests), prompts, body["n"], body["temperature"])
+        request = Request(len(self.requests), prompts, body["n"], body["temperature"], body["max_tokens"])
         self.requests.append(request)
         version = self.version
         reply = self.script(request)

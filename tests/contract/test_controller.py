@@ -49,6 +49,7 @@ def test_phases_that_follow_each_other_add_up_to_the_wall_time(tmp_path: Path) -
     assert sum(phases) == pytest.approx(summary["wall_s"], abs=0.01)
 
 
+@pytest.mark.exercises("batch_size", "n_samples")
 def test_batches_carry_prompts_answers_rewards_and_advantages_of_whole_groups(tmp_path: Path) -> None:
     played = scene(tmp_path)
 
@@ -72,6 +73,7 @@ def test_on_policy_batches_come_from_the_very_version_they_train(tmp_path: Path)
     assert set(played.trainer.on_disk) == {1}
 
 
+@pytest.mark.exercises("max_head_offpolicyness")
 @pytest.mark.parametrize("offpolicyness", [1, 2])
 def test_generation_runs_ahead_as_far_as_staleness_allows_and_no_further(tmp_path: Path, offpolicyness: int) -> None:
     played = scene(tmp_path, total_steps=5, max_head_offpolicyness=offpolicyness)
@@ -90,6 +92,7 @@ def test_generation_runs_ahead_as_far_as_staleness_allows_and_no_further(tmp_pat
     assert max(played.trainer.on_disk) <= offpolicyness + 1
 
 
+@pytest.mark.exercises("sync_interval")
 def test_weights_synced_every_second_step_do_not_stop_the_run(tmp_path: Path) -> None:
     played = scene(tmp_path, total_steps=5, sync_interval=2, max_head_offpolicyness=1)
 

@@ -42,6 +42,23 @@ def test_a_stage_of_a_run_records_its_trace(run: RunDir) -> None:
     assert record_a_span(run, alone=False) == ["phase_trace_rank0000.rollout_000.jsonl"]
 
 
+@pytest.mark.exercises("phase_trace_enabled")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_spans_are_written_only_where_the_run_asks_for_them(run: RunDir, enabled: bool) -> None:
+    OmegaConf.save(OmegaConf.create(asdict(LibraConfig(phase_trace_enabled=enabled))), run.config_yaml)
+
+    assert record_a_span(run, alone=False) == (["phase_trace_rank0000.rollout_000.jsonl"] if enabled else [])
+
+
+def test_a_trace_goes_to_the_directory_that_the_run_names(run: RunDir, tmp_path: Path) -> None:
+    config = LibraConfig()
+    config.trace.directory = str(tmp_path / "spans")
+    OmegaConf.save(OmegaConf.create(asdict(config)), run.config_yaml)
+
+    assert record_a_span(run, alone=False) == []
+    assert list_names(tmp_path / "spans") == ["phase_trace_rank0000.rollout_000.jsonl"]
+
+
 def test_a_stage_started_by_hand_leaves_the_trace_of_a_finished_run_alone(run: RunDir) -> None:
     run.write(run.summary_json, {"steps": 1})
 

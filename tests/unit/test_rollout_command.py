@@ -65,6 +65,7 @@ def test_the_token_is_on_no_command_line_and_in_no_environment(tmp_path: Path) -
     assert TOKEN not in " ".join([*made.arguments, *made.environment.values()])
 
 
+@pytest.mark.exercises("max_model_len")
 def test_options_of_the_run_reach_vllm() -> None:
     config = LibraConfig(max_model_len=512, seed=5)
     config.rollout.max_num_seqs = 9
@@ -76,6 +77,12 @@ def test_options_of_the_run_reach_vllm() -> None:
     assert value_of(arguments, "--tensor-parallel-size") == "2"
     assert value_of(arguments, "--seed") == "5"
     assert value_of(arguments, "--gpu-memory-utilization") == "0.9"
+
+
+@pytest.mark.exercises("tokenizer_path")
+def test_a_tokenizer_of_its_own_reaches_vllm() -> None:
+    assert value_of(command(LibraConfig(tokenizer_path="/tokens")).arguments, "--tokenizer") == "/tokens"
+    assert "--tokenizer" not in command(LibraConfig()).arguments, "vLLM takes the model's"
 
 
 def test_one_worker_on_a_cpu_is_forked_with_the_engine_core() -> None:

@@ -16,6 +16,7 @@ from stages.rollout.errors import (
     ServerDiedError,
     UnprovedWeightsError,
 )
+from stages.rollout.node_folder import node_lock
 from stages.rollout.server_process import ServerProcess
 from stages.rollout.stage import run, run_alone
 from tests.rollout_agent_kit import (
@@ -69,6 +70,7 @@ def test_a_request_is_prepared_committed_and_acknowledged(context: StageContext)
     assert (found["status"]["version"], found["status"]["manifest_digest"]) == (0, "0" * 32)
 
 
+@pytest.mark.exercises("rollout_weight_reload_method")
 def test_the_restart_method_replaces_the_process_and_the_registered_address(
     context: StageContext, servers: list[ServerProcess]
 ) -> None:
@@ -93,6 +95,31 @@ def test_the_restart_method_replaces_the_process_and_the_registered_address(
     assert found["loaded"]["process_stop_s"] > 0
     assert found["loaded"]["model_load_s"] > 0
     assert found["loaded"]["total_reload_s"] >= found["loaded"]["paused_s"]
+
+
+@pytest.mark.exercises("rollout_weight_reload_strategy")
+@pytest.mark.parametrize(("strategy", "waits"), [("serial", True), ("parallel", False)])
+def test_only_the_serial_strategy_waits_for_its_turn_on_the_node(
+    context: StageContext, strategy: str, waits: bool
+) -> None:
+    found: dict[str, Any] = {}
+
+    def refresh() -> None:
+        with node_lock(context.run.run_id, deadline_s=5.0, check=lambda: None):  # another instance reloads
+            request(context, 2, strategy=strategy)
+            ack(context, 2, "prepared")
+            if not waits:
+                ack(context, 2, "loaded")
+            found["early"] = read_json(context.run.ack_json(2, NAME, "loaded"))
+        found["loaded"] = ack(context, 2, "loaded")
+        context.stop.set()
+
+    when_ready(context, refresh)
+    with pytest.raises(StoppedError):
+        run(context)
+
+    assert (found["early"] is None) is waits
+    assert (found["loaded"]["lock_wait_s"] > 0.0) is waits
 
 
 def test_a_version_is_leased_before_it_is_read(context: StageContext) -> None:
@@ -190,6 +217,7 @@ def test_alone_it_serves_and_proves_the_newest_published_version(context: StageC
     assert (found[0]["version"], found[0]["leases"]) == (7, [7])
 
 
+@pytest.mark.exercises("model_path")
 def test_alone_in_a_run_without_weights_it_serves_model_path(context: StageContext) -> None:
     when_ready(context, context.stop.set)
 

@@ -23,6 +23,7 @@ def test_tokens_within_the_bound_are_consumed(versions: list[int]) -> None:
     check_consumable(batch(versions), 5, CONFIG, vocab_size=4)
 
 
+@pytest.mark.exercises("max_head_offpolicyness")
 def test_one_token_that_is_too_old_refuses_the_batch() -> None:
     with pytest.raises(StaleBatchError, match="staleness 3 is more than max_head_offpolicyness 2"):
         check_consumable(batch([5, 2, 5]), 5, CONFIG, vocab_size=4)
@@ -38,6 +39,7 @@ def test_a_token_outside_the_vocabulary_refuses_the_batch() -> None:
         check_consumable(batch([5]), 5, CONFIG, vocab_size=3)
 
 
+@pytest.mark.exercises("max_model_len")
 def test_a_sequence_that_is_too_long_refuses_the_batch() -> None:
     with pytest.raises(BatchError, match="max_model_len is 6"):
         check_consumable(batch([5] * 5), 5, CONFIG, vocab_size=4)

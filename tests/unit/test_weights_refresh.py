@@ -64,6 +64,7 @@ def test_a_complete_set_of_acks_is_a_refresh(run: RunDir, context: StageContext,
     assert 0 <= record["refresh_s"] < 5
 
 
+@pytest.mark.exercises("rollout_weight_sync_mode")
 def test_the_request_names_version_folder_digest_and_the_sorted_instances(
     run: RunDir, context: StageContext, answers: Answers
 ) -> None:
@@ -77,6 +78,24 @@ def test_the_request_names_version_folder_digest_and_the_sorted_instances(
     assert (request["version"], request["path"], request["digest"]) == (3, "weights/v000003", answers.manifest.digest)
     assert (request["method"], request["strategy"]) == ("inplace", "parallel")
     assert request["instances"] == ["rollout_000", "rollout_001"]
+
+
+@pytest.mark.exercises("rollout_weight_reload_method", "rollout_weight_reload_strategy")
+@pytest.mark.parametrize(
+    ("method", "strategy"), [("restart", "serial"), ("inplace", "serial"), ("restart", "parallel")]
+)
+def test_the_request_names_the_method_and_the_strategy_of_the_run(
+    run: RunDir, context: StageContext, answers: Answers, method: str, strategy: str
+) -> None:
+    context.config.rollout_weight_reload_method = method
+    context.config.rollout_weight_reload_strategy = strategy
+
+    with pytest.raises(WeightRefreshError):  # nobody answers
+        request_refresh(context, answers.manifest, INSTANCES, publish_s=0.0)
+
+    request = run.read(run.request_json(3))
+    assert request is not None
+    assert (request["method"], request["strategy"]) == (method, strategy)
 
 
 def test_answers_that_come_later_are_waited_for(context: StageContext, answers: Answers) -> None:
