@@ -18,7 +18,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None
             raise metadata.PackageNotFoundError(package)
         return versions[package]
 
-    monkeypatch.setattr(checks.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
 
 
 @pytest.mark.parametrize(
