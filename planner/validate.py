@@ -10,7 +10,7 @@ from conf.options import Option, declared, walk
 from conf.pending import PLANNED_ONLY, pending_problems
 from conf.schema import LibraConfig
 from planner.architecture import Architecture
-from planner.rules import MODEL_RULES, RULES
+from planner.conflicts import MODEL_RULES, RULES
 
 TRIED_VLLM = ((0, 25), (0, 32))
 """Oldest and newest vLLM whose interfaces the in-place reload was tried with (`stages/rollout/compat.py`)."""

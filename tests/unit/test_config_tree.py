@@ -13,8 +13,8 @@ import conf
 from conf.sections import HardwareConfig
 from launch.compose import compose, groups
 from planner.architecture import Architecture
+from planner.conflicts.hardware import plausible_numbers
 from planner.model import from_model_config
-from planner.rules.hardware import plausible_numbers
 from planner.validate import cross_problems, option_problems, problems
 from stages.controller.tasks import Task, make_task
 

@@ -1,4 +1,4 @@
-"""Rules between options: one subject in each module, one contradiction in each function.
+"""Options that contradict each other: one subject in each module, one contradiction in each function.
 
 A rule yields sentences, each with what is wanted, what is there, and the option to change. Rules never raise: options may
 still be outside their own ranges, so a rule guards its divisions.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from conf.schema import LibraConfig
 from planner.architecture import Architecture
-from planner.rules import allocation, batch, fits, hardware, model, optimizer, parallel, rollout, slurm, weights
+from planner.conflicts import allocation, batch, fits, hardware, model, optimizer, parallel, rollout, slurm, weights
 
 Rule = Callable[[LibraConfig], Iterator[str]]
 ModelRule = Callable[[LibraConfig, Architecture], Iterator[str]]
