@@ -22,6 +22,8 @@ from conf.schema import LibraConfig
 PROJECT = Path(__file__).resolve().parents[1]
 FOLDERS = ("conf", "launch", "planner", "stages", "traces")
 CONFIG_ATTRIBUTES = ("config", "_config")
+JUDGES = (*LOOKS_AT_ALL, "planner.conflicts", "launch.checks")
+"""Modules that judge the values and do nothing with them."""
 SAME_TYPE = ("replace", "track")
 """Functions whose result is what their first argument is."""
 
@@ -56,7 +58,7 @@ def _sources() -> Iterator[Path]:
 
 def _uses_options(file: str) -> bool:
     module = file.removesuffix(".py").replace("/", ".")
-    return not any(module == name or module.startswith(f"{name}.") for name in LOOKS_AT_ALL)
+    return not any(module == name or module.startswith(f"{name}.") for name in JUDGES)
 
 
 @cache

@@ -6,19 +6,20 @@ isinstance, `fields`, `replace`, OmegaConf and equality then work as before; `re
 subclass, so what is derived from a tracked configuration goes on counting. Pickled or copied, it is a plain one again.
 
 A read counts by the module that makes it. Walks over all options (dataclasses, OmegaConf, copying, everything in `conf`) and
-the validator look at every option and use none, so their reads say nothing.
+comments on values use none of them, so their reads say nothing. The rules in `planner.conflicts` do count: a draft is tracked to
+learn which options a rule looks at. What a run reads is recorded in another one, made after the rules have passed.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, ClassVar, cast
 
 from conf.schema import LibraConfig
 
-LOOKS_AT_ALL = ("conf", "copy", "copyreg", "dataclasses", "omegaconf", "pickle", "planner.validate")
+LOOKS_AT_ALL = ("conf", "copy", "copyreg", "dataclasses", "omegaconf", "pickle", "planner.notes", "planner.validate")
 """Modules, with what is below them, whose reads do not count."""
 
 
@@ -30,13 +31,6 @@ def track(config: LibraConfig) -> LibraConfig:
 def reads_of(config: LibraConfig) -> frozenset[str]:
     """Dotted names of the options that were read so far, from `config` and all that was derived from it."""
     return frozenset(config.found) if isinstance(config, _Tracked) else frozenset()
-
-
-def whole(section: Any) -> dict[str, Any]:
-    """`asdict` that counts as reading every option of `section`: for code that uses a section as one value."""
-    if isinstance(section, _Tracked):
-        section.found.update(slot.option for slot in vars(type(section)).values() if isinstance(slot, _Option))
-    return asdict(section)
 
 
 class _Option:

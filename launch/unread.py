@@ -52,7 +52,8 @@ def warning(run: RunDir, sources: Mapping[str, str], own_reads: Collection[str])
     """One sentence for each such option, under a headline; "" when there is none.
 
     `sources` says where each option was set, `own_reads` what the launcher has read. A stage of which a task left no record
-    (it was killed) is taken to have read whatever its code reads.
+    (it was killed) is taken to have read whatever its code reads; so is a warm-up, which comes before there is a run, or
+    before many of them.
     """
     desired = read_desired(run)
     if desired is None:
@@ -64,6 +65,8 @@ def warning(run: RunDir, sources: Mapping[str, str], own_reads: Collection[str])
         if _is_users(source) and value_of(config, name) != options[name].default and name not in pending()
     }
     suspects -= {IGNORED, *own_reads, *_stage_reads(run, desired.steps)}
+    if config.warmup.steps:
+        suspects -= _might_read("warmup")
     lines = [
         f"  {name}={value_text(value_of(config, name))} ({sources[name]}){_hint(name, config)}"
         for name in options

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from dataclasses import asdict
 from pathlib import Path
 
-from conf.reads import whole
 from conf.schema import LibraConfig
 from stages.files import list_names
 
@@ -19,9 +19,9 @@ def warmup_key(config: LibraConfig) -> str:
     """Digest of everything that shapes the policy: architecture, task, warm-up options (with seed), version of the code."""
     shaping = {
         "recipe": RECIPE_VERSION,
-        "model": whole(config.model),
+        "model": asdict(config.model),
         "task": {"name": config.task.name, "params": config.task.params},
-        "warmup": whole(config.warmup),
+        "warmup": asdict(config.warmup),
         "max_new_tokens": config.max_new_tokens,
     }
     return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]

@@ -24,7 +24,7 @@ def test_an_option_is_explained_with_value_default_source_type_unit_range_effect
     assert ["unit", "trajectories"] in lines
     assert ["range", ">= 1"] in lines
     assert ["effect", "Trajectories in one optimizer step"] in lines
-    assert "planner/bounds.py" in text
+    assert "stages/controller/staleness.py" in text
 
 
 def test_a_default_that_is_not_obvious_has_its_reason() -> None:

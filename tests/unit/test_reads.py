@@ -14,11 +14,9 @@ from omegaconf import OmegaConf
 
 from conf.load import load
 from conf.options import walk
-from conf.reads import reads_of, track, whole
+from conf.reads import reads_of, track
 from conf.schema import LibraConfig
 from conf.sections import WarmupConfig
-from planner.validate import problems
-from stages.warmup.key import cached_policy_path
 
 
 @pytest.fixture
@@ -60,18 +58,6 @@ def test_walks_over_all_options_are_no_reads(tracked: LibraConfig, tmp_path: Pat
 
     assert reads_of(tracked) == set()
     assert load(path) == tracked
-
-
-def test_the_validator_uses_no_option(tracked: LibraConfig) -> None:
-    problems(tracked)
-
-    assert reads_of(tracked) == set()
-
-
-def test_a_section_used_as_one_value_is_read_whole(tracked: LibraConfig) -> None:
-    assert whole(tracked.trace) == {"directory": ""}
-
-    assert reads_of(tracked) == {"trace.directory"}
 
 
 def test_it_is_equal_to_a_plain_one_with_the_same_values(tracked: LibraConfig) -> None:
@@ -142,11 +128,3 @@ def test_a_read_costs_less_than_a_microsecond_or_two(tracked: LibraConfig) -> No
         return (time.perf_counter() - started) / 10_000
 
     assert min(fastest_s() for _ in range(5)) < 2e-6
-
-
-def test_a_warm_up_reads_its_options_also_when_its_policy_is_in_the_cache(tracked: LibraConfig) -> None:
-    cached_policy_path(tracked, Path("cache"))
-
-    read = reads_of(tracked)
-    assert {"warmup.learning_rate", "warmup.phrases", "model.hidden_size", "task.params", "max_new_tokens"} <= read
-    assert "task.test_samples" not in read

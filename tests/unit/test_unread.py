@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from conf.schema import LibraConfig
+from conf.sections import WarmupConfig
 from launch.unread import warning
 from stages.desired import DesiredState, StepSpec, write_desired
 from stages.rundir import RunDir
@@ -90,6 +91,13 @@ def test_nothing_is_said_about_what_a_task_without_a_record_may_have_read(tmp_pa
 
     assert "seed" not in text, "the controller's code reads it"
     assert "warmup.batch_size=3" in text, "only the warm-up's code reads it"
+
+
+def test_what_a_warm_up_reads_counts_also_when_its_policy_was_in_the_cache(tmp_path: Path) -> None:
+    config = LibraConfig(warmup=WarmupConfig(steps=3, batch_size=5))
+    run = finished_run(tmp_path / "run", config, all_tasks())
+
+    assert warning(run, {"warmup.steps": "command line", "warmup.batch_size": "command line"}, own_reads=()) == ""
 
 
 def test_the_deprecated_option_is_not_named_again(tmp_path: Path) -> None:
