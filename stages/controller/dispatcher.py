@@ -42,6 +42,15 @@ class OpenGroup:
     started_s: float
 
 
+@dataclass(frozen=True)
+class OpenRequest:
+    """What one request task asked of whom; `sent_s` is of this process's monotonic clock."""
+
+    instance: Instance
+    groups: list[OpenGroup]
+    sent_s: float
+
+
 class Dispatcher:
     """Call `fill`, `wait` and `take` in a loop; `close` cancels what is in flight.
 
@@ -59,7 +68,7 @@ class Dispatcher:
         self.open: dict[int, OpenGroup] = {}
         self.last_failure = ""
         self._waiting = WaitingGroups()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._requests: dict[asyncio.Task[None], OpenRequest] = {}
         self._uniform_drops = 0
 
     def fill(self, served_version: int) -> int:
@@ -77,17 +86,19 @@ class Dispatcher:
             return 0
         groups: list[OpenGroup] = []
         self.ledger.record(self._issue(count, served_version, groups))
-        for request in self._requests(groups, len(usable)):
+        for request in self._split(groups, len(usable)):
             self._send(request, usable, served_version)
         self._count()
         return count
 
     async def wait(self, timeout_s: float) -> None:
         """Return when a request ends or after `timeout_s`. Raises what a request task raised."""
-        if not self._tasks:
+        if not self._requests:
             await asyncio.sleep(timeout_s)
             return
-        done, self._tasks = await asyncio.wait(self._tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(self._requests, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            del self._requests[task]
         for task in done:
             task.result()
         if done:
@@ -109,12 +120,33 @@ class Dispatcher:
             self._count()
         return groups
 
+    async def give_up(self, sent_before_s: float) -> int:
+        """Cancel the requests sent before `sent_before_s` and re-queue their prompts; returns how many groups that were.
+
+        A server sees the connection close and stops generating. The instances cool down as after a failed request, and
+        the prompts travel alone next, because one of them may be what hangs. Raises what a request task raised.
+        """
+        hanging = {task: request for task, request in self._requests.items() if request.sent_s < sent_before_s}
+        for task in hanging:
+            task.cancel()
+        await asyncio.gather(*hanging, return_exceptions=True)
+        groups = 0
+        for task, request in hanging.items():
+            del self._requests[task]
+            if task.cancelled():
+                groups += len(request.groups)
+                self._abandon(request)
+            else:
+                task.result()  # it ended in the same moment
+        self._count()
+        return groups
+
     async def close(self) -> None:
         """Cancel the requests in flight. Their prompts stay open in the ledger, which is what a resume looks for."""
-        for task in self._tasks:
+        for task in self._requests:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = set()
+        await asyncio.gather(*self._requests, return_exceptions=True)
+        self._requests = {}
 
     def describe(self) -> str:
         """One phrase for error messages: what is in flight and for how long, and what failed last."""
@@ -139,7 +171,7 @@ class Dispatcher:
             answerer.recorder.flow_start("prompt", group)
             yield Issued(group, ask.prompt, version, ask.failures)
 
-    def _requests(self, groups: list[OpenGroup], instances: int) -> Iterator[list[OpenGroup]]:
+    def _split(self, groups: list[OpenGroup], instances: int) -> Iterator[list[OpenGroup]]:
         """Split evenly over the instances, within the size limit; prompts that failed before go alone."""
         fresh = [group for group in groups if not group.failures]
         size = max(1, min(self.limits.prompts_per_request, -(-len(fresh) // instances)))
@@ -151,7 +183,8 @@ class Dispatcher:
         instance = self.answerer.pool.claim(usable, len(groups) * self.sampling.n)
         # An empty context: the loop's open span (a step being collected) says nothing about these groups' step.
         request = self._request(instance, groups, served_version)
-        self._tasks.add(asyncio.create_task(request, context=Context()))
+        task = asyncio.create_task(request, context=Context())
+        self._requests[task] = OpenRequest(instance, groups, time.monotonic())
 
     async def _request(self, instance: Instance, groups: list[OpenGroup], served_version: int) -> None:
         try:
@@ -217,6 +250,14 @@ class Dispatcher:
                     f"(rollout.max_retries={self.limits.max_retries}), last on {self.last_failure}"
                 ) from error
             self._drop(group.group, "interrupted" if interrupted else "failed", requeued=True, tokens=0)
+
+    def _abandon(self, request: OpenRequest) -> None:
+        pool = self.answerer.pool
+        interrupted = pool.is_interrupted(request.instance.name)
+        pool.failed(request.instance, interrupted=interrupted)
+        for group in request.groups:
+            del self.open[group.group]
+            self._drop(group.group, "interrupted" if interrupted else "timeout", requeued=True, tokens=0)
 
     def _drop(self, group: int, reason: str, *, requeued: bool, tokens: int) -> None:
         self.ledger.record([Dropped(group, reason, requeued)])

@@ -60,7 +60,7 @@ class FinishedGroup:
 
     @property
     def is_uniform(self) -> bool:
-        """All rewards equal: every advantage is 0."""
+        """All of the verifier's rewards equal: no answer is better than another, whatever its length."""
         return max(self.rewards) - min(self.rewards) <= UNIFORM
 
 

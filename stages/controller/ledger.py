@@ -40,9 +40,10 @@ class Finished:
 
 @dataclass(frozen=True)
 class Dropped:
-    """`reason`: "failed" (request failed), "interrupted" (server was being reloaded), "stale", "uniform".
+    """`reason`: "failed" (request failed), "timeout" (given up because the batch did not fill in time), "interrupted"
+    (server was being reloaded), "stale", "uniform".
 
-    `requeued`: the prompt is asked again. Only "failed" counts against the prompt.
+    `requeued`: the prompt is asked again. Only "failed" and "timeout" count against the prompt.
     """
 
     group: int
@@ -66,6 +67,7 @@ class Trained:
 
 
 Event = Issued | Finished | Dropped | Batched | Trained
+BLAMED = ("failed", "timeout")
 _KINDS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in (Issued, Finished, Dropped, Batched, Trained)}
 
 
@@ -125,7 +127,7 @@ class LedgerState:
         self.dropped += 1
         self.dropped_for[event.reason] = self.dropped_for.get(event.reason, 0) + 1
         if event.requeued:
-            self.requeued.append(Ask(ask.prompt, ask.failures + (event.reason == "failed")))
+            self.requeued.append(Ask(ask.prompt, ask.failures + (event.reason in BLAMED)))
 
     def _batch(self, event: Batched) -> None:
         self._expect(event.step == len(self.batches), event)

@@ -13,15 +13,18 @@ from stages.controller.dispatcher import Dispatcher
 from stages.controller.groups import FinishedGroup
 from stages.controller.ledger import Trained
 from stages.controller.metrics import MetricsFile, StepMetrics
+from stages.controller.overlong import OverlongPunishment
 from stages.controller.progress import Progress
 from stages.controller.staleness import newest_allowed_step
 from traces.recorder import Span
 
 POLL_S = 0.01
+HANGING_SHARE = 0.5
+"""A request that is away for this share of the collection timeout hangs; a younger one may still be answered."""
 
 
 class BatchCollectionTimeoutError(TimeoutError):
-    """A batch did not fill in global_resource_planner.runtime_batch_collection_timeout_s."""
+    """A batch did not fill in global_resource_planner.runtime_batch_collection_timeout_s, nor after its retries."""
 
 
 @dataclass
@@ -40,6 +43,7 @@ class TrainingLoop:
     step_metrics: StepMetrics = field(init=False)
     _reported: int = 0
     _due_since_s: float = 0.0
+    _retries: int = 0
 
     def __post_init__(self) -> None:
         self.step_metrics = StepMetrics(self.context.config.total_steps)
@@ -81,36 +85,54 @@ class TrainingLoop:
         while (step := len(self.manifests)) < self.context.config.total_steps:
             groups = self.dispatcher.take(step)
             if groups is None:
-                self._check_collection(step)
+                await self._check_collection(step)
                 return
             self.manifests.append(await asyncio.to_thread(self._write, step, groups))
-            self._due_since_s = time.monotonic()
+            self._due_since_s, self._retries = time.monotonic(), 0
 
     def _write(self, step: int, groups: list[FinishedGroup]) -> BatchManifest:
         recorder = self.context.recorder
         with recorder.span("build_batch", step=step) as span:
             for group in groups:
                 recorder.flow_end("trajectory", group.group)
-            batch = build_batch(groups, normalize_advantage=self.context.config.algorithm.normalize_advantage)
+            config = self.context.config
+            overlong = OverlongPunishment.of(config)
+            batch = build_batch(groups, normalize_advantage=config.algorithm.normalize_advantage, overlong=overlong)
             self.dispatcher.ledger.sync()
-            manifest = write_batch(self.context.run, step, batch, **describe_groups(groups, step))
+            manifest = write_batch(self.context.run, step, batch, **describe_groups(groups, step, overlong))
             recorder.flow_start("batch", step)
             span.add(sequences=manifest.sequences, tokens=manifest.tokens)
         return manifest
 
-    def _check_collection(self, step: int) -> None:
-        """The clock of a batch runs while its groups may be generated."""
-        timeout_s = self.context.config.global_resource_planner.runtime_batch_collection_timeout_s
+    async def _check_collection(self, step: int) -> None:
+        """The clock of a batch runs while its groups may be generated; each retry starts it again.
+
+        A retry gives up what hangs and keeps finished groups and younger requests.
+        """
+        planner = self.context.config.global_resource_planner
+        timeout_s, retries = planner.runtime_batch_collection_timeout_s, planner.runtime_batch_collection_max_retries
         now = time.monotonic()
         if step > newest_allowed_step(self.dispatcher.bounds, self.progress.served_version):
             self._due_since_s = now
-        if now - self._due_since_s > timeout_s:
-            dispatcher = self.dispatcher
+        if now - self._due_since_s <= timeout_s:
+            return
+        state = self._describe(step, timeout_s)
+        if self._retries >= retries:
             raise BatchCollectionTimeoutError(
-                f"batch {step} has {dispatcher.num_waiting} of {dispatcher.bounds.groups_per_batch} groups after "
-                f"{timeout_s:.0f} s (global_resource_planner.runtime_batch_collection_timeout_s): "
-                f"{dispatcher.describe()}; instances: {dispatcher.answerer.pool.describe()}"
+                f"{state}; {retries} retries (global_resource_planner.runtime_batch_collection_max_retries)"
             )
+        self._retries += 1
+        given_up = await self.dispatcher.give_up(now - HANGING_SHARE * timeout_s)
+        print(f"{state}; gave up {given_up} groups, retry {self._retries} of {retries}", flush=True)
+        self._due_since_s = time.monotonic()
+
+    def _describe(self, step: int, timeout_s: float) -> str:
+        dispatcher = self.dispatcher
+        return (
+            f"batch {step} has {dispatcher.num_waiting} of {dispatcher.bounds.groups_per_batch} groups after "
+            f"{timeout_s:.0f} s (global_resource_planner.runtime_batch_collection_timeout_s): "
+            f"{dispatcher.describe()}; instances: {dispatcher.answerer.pool.describe()}"
+        )
 
     def _change_span(self, current: Span | None) -> Span | None:
         """Record what the loop waits for: collect_batch while groups are in flight, else the trainer or its weights."""

@@ -119,6 +119,7 @@ def test_an_evaluation_with_tokens_of_another_version_fails(tmp_path: Path) -> N
         played.play()
 
 
+@pytest.mark.exercises("global_resource_planner.runtime_batch_collection_timeout_s")
 def test_a_batch_that_does_not_fill_in_time_says_what_it_waits_for(tmp_path: Path) -> None:
     played = scene(
         tmp_path,
@@ -131,6 +132,130 @@ def test_a_batch_that_does_not_fill_in_time_says_what_it_waits_for(tmp_path: Pat
         BatchCollectionTimeoutError, match=r"batch 0 has 0 of 4 groups .*4 in flight .*rollout_000 \(ready; 8 traj"
     ):
         played.play()
+
+
+def hang_once(played: Scene, *, groups: int = 1) -> None:
+    """The first training requests never come back; later ones do."""
+    hung: list[int] = []
+
+    def script(request: Request) -> Reply:
+        if len(hung) < groups and not request.prompts[0].startswith("00"):
+            hung.append(request.number)
+            return Reply(delay_s=60.0)
+        return Reply()
+
+    for server in played.servers:
+        server.script = script
+
+
+RETRYING = {"runtime_batch_collection_timeout_s": 1.0, "runtime_batch_collection_max_retries": 1}
+
+
+@pytest.mark.exercises("global_resource_planner.runtime_batch_collection_max_retries")
+def test_a_batch_that_hangs_is_collected_again_without_what_hung(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played = scene(
+        tmp_path,
+        launch={"evaluate": False},
+        rollout={"request_tokens": 1, "request_timeout_s": 60.0},
+        global_resource_planner=RETRYING,
+    )
+    hang_once(played)
+
+    summary = played.play()
+
+    state = read_ledger(played.run.ledger / "attempt_000.jsonl")
+    trained = [group for groups in state.batches.values() for group in groups]
+    assert summary["groups"] == {"issued": 13, "dropped": {"timeout": 1}}
+    assert sorted(trained) == sorted(set(range(13)) - {0})  # group 0 hung; its prompt was asked again as another group
+    assert [request.prompts for request in played.training_requests()].count(["10"]) == 2
+    assert state.next_prompt == 12  # no prompt was skipped
+    assert not state.in_flight
+    printed = [line for line in capsys.readouterr().out.splitlines() if "retry" in line]
+    assert len(printed) == 1
+    assert "batch 0 has 3 of 4 groups after 1 s" in printed[0]
+    assert "1 in flight (prompt 0 for" in printed[0]
+    assert "instances: rollout_000 (ready; 2 trajectories in flight); gave up 1 groups, retry 1 of 1" in printed[0]
+
+
+def test_finished_groups_outlive_a_retry(tmp_path: Path) -> None:
+    played = scene(
+        tmp_path,
+        total_steps=1,
+        launch={"evaluate": False},
+        rollout={"request_tokens": 1, "request_timeout_s": 60.0},
+        global_resource_planner=RETRYING,
+    )
+    hang_once(played)
+
+    played.play()
+
+    asked = [prompt for request in played.training_requests() for prompt in request.prompts]
+    assert sorted(asked) == ["10", "10", "11", "12", "13"]
+
+
+def test_prompts_of_a_request_that_hung_travel_alone_afterwards(tmp_path: Path) -> None:
+    played = scene(
+        tmp_path,
+        total_steps=1,
+        launch={"evaluate": False},
+        rollout={"request_timeout_s": 60.0},
+        global_resource_planner=RETRYING,
+    )
+    hang_once(played)
+
+    played.play()
+
+    assert [len(request.prompts) for request in played.training_requests()] == [4, 1, 1, 1, 1]
+
+
+def test_every_batch_has_its_own_retries(tmp_path: Path) -> None:
+    played = scene(
+        tmp_path,
+        total_steps=2,
+        launch={"evaluate": False},
+        rollout={"request_timeout_s": 60.0},
+        global_resource_planner=RETRYING,
+    )
+    first_of_batch = ("10", "14")
+    played.servers[0].script = lambda request: Reply(
+        delay_s=60.0 if request.prompts[0] in first_of_batch and len(request.prompts) == 4 else 0.0
+    )
+
+    summary = played.play()
+
+    assert summary["groups"]["dropped"] == {"timeout": 8}
+
+
+def test_a_batch_that_hangs_more_often_than_allowed_ends_the_run(tmp_path: Path) -> None:
+    played = scene(
+        tmp_path,
+        launch={"evaluate": False},
+        rollout={"request_timeout_s": 60.0},
+        global_resource_planner=RETRYING,
+    )
+    hang_once(played, groups=100)
+
+    with pytest.raises(BatchCollectionTimeoutError, match=r"batch 0 has 0 of 4 groups .*; 1 retries"):
+        played.play()
+
+
+def test_requests_that_are_young_when_a_batch_times_out_are_left_alone(tmp_path: Path) -> None:
+    played = scene(
+        tmp_path,
+        total_steps=1,
+        batch_size=12,
+        max_concurrent_rollouts=2,  # one of six groups at a time
+        launch={"evaluate": False},
+        rollout={"request_tokens": 1, "request_timeout_s": 60.0},
+        global_resource_planner={**RETRYING, "runtime_batch_collection_timeout_s": 2.0},
+    )
+    played.servers[0].script = lambda request: Reply(delay_s=0.5)
+
+    summary = played.play()
+
+    assert summary["groups"]["dropped"] == {}
 
 
 def test_a_trainer_that_falls_silent_is_named_with_what_it_owes(tmp_path: Path) -> None:

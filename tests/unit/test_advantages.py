@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from stages.controller.batching import build_batch, describe_groups
 from stages.controller.groups import Completion, FinishedGroup, Prompt, WaitingGroups, advantages
+from stages.controller.overlong import OverlongPunishment
 from stages.controller.staleness import Bounds
 from stages.controller.tasks.base import Problem
 
+NO_PUNISHMENT = OverlongPunishment(max_tokens=8, buffer_tokens=0, penalty=1.0)
 REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 
 
@@ -50,7 +52,9 @@ def test_equal_rewards_are_worth_nothing(normalize: bool) -> None:
 
 
 def test_a_batch_holds_every_trajectory_with_its_prompt_reward_and_group() -> None:
-    batch = build_batch([group(4, [0.0, 1.0]), group(6, [1.0, 1.0])], normalize_advantage=False)
+    groups = [group(4, [0.0, 1.0]), group(6, [1.0, 1.0])]
+
+    batch = build_batch(groups, normalize_advantage=False, overlong=NO_PUNISHMENT)
 
     assert batch.token_ids.tolist() == [1, 5, 10, 2, 1, 5, 11, 2] * 2
     assert batch.loss_mask.tolist() == [0, 0, 1, 1] * 4
@@ -60,7 +64,9 @@ def test_a_batch_holds_every_trajectory_with_its_prompt_reward_and_group() -> No
 
 
 def test_the_description_of_a_batch_counts_versions_back_from_its_step() -> None:
-    described = describe_groups([group(0, [0.0, 1.0], version=3), group(1, [1.0, 1.0], version=4)], step=5)
+    groups = [group(0, [0.0, 1.0], version=3), group(1, [1.0, 1.0], version=4)]
+
+    described = describe_groups(groups, step=5, overlong=NO_PUNISHMENT)
 
     assert (described["staleness_mean"], described["staleness_max"]) == (1.5, 2)
     assert (described["uniform_groups"], described["truncated"], described["generate_s"]) == (1, 2, 2.5)
