@@ -35,7 +35,7 @@ class PolicyModel(GPTModel):
 
 
 def build_model(architecture: Architecture, *, tp: int, dtype: torch.dtype, device: torch.device) -> PolicyModel:
-    """The model with uninitialised weights (`hf_read.load_weights` fills them), on `device`, in `dtype`."""
+    """The model with uninitialised weights (`hf_weights.load_weights` fills them), on `device`, in `dtype`."""
     on_cpu = device.type == "cpu"
     model = PolicyModel(
         config=transformer_config(architecture, tp=tp, dtype=dtype, on_cpu=on_cpu),

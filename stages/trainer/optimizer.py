@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from conf.sections import AlgorithmConfig
+from conf.schema import LibraConfig
 from stages.trainer.model import PolicyModel
+from stages.trainer.offload import building, pin_host_weights
 from stages.trainer.parallel import RankGrid
 
 
@@ -30,31 +33,23 @@ class TrainableModel:
     module: PolicyModel
     wrapped: DistributedDataParallel
     optimizer: Any
-    algorithm: AlgorithmConfig
+    clip_grad_norm: float
     grid: RankGrid
 
     @classmethod
-    def wrap(cls, module: PolicyModel, algorithm: AlgorithmConfig, grid: RankGrid) -> TrainableModel:
+    def wrap(cls, module: PolicyModel, config: LibraConfig, grid: RankGrid) -> TrainableModel:
         """Take over the parameters of `module`, which must hold their values already (masters are copied from them)."""
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         wrapped = DistributedDataParallel(module.config, ddp, module)
-        config = OptimizerConfig(
-            optimizer="adam",
-            lr=0.0,  # set before every step
-            weight_decay=algorithm.weight_decay,
-            adam_beta1=algorithm.adam_beta1,
-            adam_beta2=algorithm.adam_beta2,
-            adam_eps=algorithm.adam_eps,
-            bf16=module.config.bf16,
-            params_dtype=module.config.params_dtype,
-            use_distributed_optimizer=True,
-        )
-        with grid.optimizer_calls():
-            optimizer = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
+        options = optimizer_config(config, module.config.params_dtype)
+        with grid.optimizer_calls(), building() if options.optimizer_cpu_offload else nullcontext():
+            optimizer = get_megatron_optimizer(options, [wrapped], use_gloo_process_groups=False)
+        if options.optimizer_cpu_offload:
+            pin_host_weights(optimizer)
         for group in optimizer.param_groups:
             # Megatron's own parameter scheduler does this; biases and norms have wd_mult 0.
-            group["weight_decay"] = algorithm.weight_decay * group["wd_mult"]
-        return cls(module, wrapped, optimizer, algorithm, grid)
+            group["weight_decay"] = config.algorithm.weight_decay * group["wd_mult"]
+        return cls(module, wrapped, optimizer, config.algorithm.clip_grad_norm, grid)
 
     def start_step(self) -> None:
         """Forget the gradients of the step before."""
@@ -75,8 +70,40 @@ class TrainableModel:
             groups = self.optimizer.param_groups
             for group in groups:
                 group["lr"] = learning_rate
-            if self.algorithm.clip_grad_norm:
+            if self.clip_grad_norm:
                 parameters = [parameter for group in groups for parameter in group["params"]]
-                clip_grad_by_total_norm_fp32(parameters, self.algorithm.clip_grad_norm, norm)
+                apart = self.optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, self.clip_grad_norm, norm, use_decoupled_grad=apart)
             self.optimizer.step_with_ready_grads()
         return norm
+
+
+def optimizer_config(config: LibraConfig, params_dtype: torch.dtype) -> OptimizerConfig:
+    """megatron-core's options for a model whose weights are of `params_dtype`.
+
+    With offload, a bfloat16 model needs megatron-core's precision-aware code path, in which the offloading optimizer
+    itself holds the float32 masters (beside it they would stay on the GPU); all state stays float32. A float32 model must
+    not take it: the part that stays on the GPU would be given no gradients.
+    """
+    algorithm, bf16 = config.algorithm, params_dtype == torch.bfloat16
+    options = OptimizerConfig(
+        optimizer="adam",
+        lr=0.0,  # set before every step
+        weight_decay=algorithm.weight_decay,
+        adam_beta1=algorithm.adam_beta1,
+        adam_beta2=algorithm.adam_beta2,
+        adam_eps=algorithm.adam_eps,
+        bf16=bf16,
+        params_dtype=params_dtype,
+        use_distributed_optimizer=True,
+        optimizer_cpu_offload=config.megatron_optimizer_cpu_offload,
+        optimizer_offload_fraction=config.megatron_optimizer_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=True,
+        pin_cpu_grads=True,
+        pin_cpu_params=True,
+    )
+    if bf16 and options.optimizer_cpu_offload:
+        # Not given above: the constructor of 0.16.1 then asks for the version of Transformer Engine, and fails without it.
+        options.use_precision_aware_optimizer = options.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        options.store_param_remainders = False
+    return options

@@ -23,6 +23,7 @@ from stages.files import wait_for
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS_TIMEOUT_S = 300.0
 EXTRA_TIMEOUT_S = 60.0
+BATCH_SLACK = 1.1
 
 
 class LayoutError(ValueError):
@@ -144,9 +145,15 @@ def _collective_timeout_s(context: StageContext) -> float:
 
 
 def batch_timeout_s(config: LibraConfig, step: int) -> float:
-    """How long batch `step` may take. Before the first one the controller evaluates: greedy answers, then samples."""
+    """How long batch `step` may take, with all retries of the controller.
+
+    A little more than the controller allows itself: it can say what hangs. Before the first batch it evaluates: greedy
+    answers, then samples.
+    """
+    planner = config.global_resource_planner
+    collection_s = planner.runtime_batch_collection_timeout_s * (1 + planner.runtime_batch_collection_max_retries)
     evaluation_s = 2 * config.rollout.request_timeout_s if config.launch.evaluate and step == 0 else 0.0
-    return config.global_resource_planner.runtime_batch_collection_timeout_s + evaluation_s
+    return collection_s * BATCH_SLACK + evaluation_s
 
 
 def _grid(context: StageContext, tp: int, device: torch.device, timeout: timedelta) -> RankGrid:

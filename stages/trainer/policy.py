@@ -54,9 +54,11 @@ class Policy:
         """Read a HF folder. Raises the ValueErrors of `stages.trainer.architecture` and `stages.trainer.hf_weights`."""
         architecture = read_architecture(read_config(folder))
         check_tensor_parallel(architecture, grid.tp)
-        model = build_model(architecture, tp=grid.tp, dtype=DTYPES[config.train_dtype], device=grid.device)
+        built_on = build_device(config, grid.device)
+        model = build_model(architecture, tp=grid.tp, dtype=DTYPES[config.train_dtype], device=built_on)
         load_weights(model, folder, architecture, grid)
-        return cls(architecture, TrainableModel.wrap(model, config.algorithm, grid), config, grid)
+        model.to(grid.device)
+        return cls(architecture, TrainableModel.wrap(model, config, grid), config, grid)
 
     def sequence_logprobs(self, token_ids: list[int]) -> list[float]:
         """log p(token i | tokens before i) at temperature 1 for i = 1 .. n - 1; collective over the tensor-parallel ranks."""
@@ -112,6 +114,11 @@ class Policy:
         rows = padded_vocab_size(self.architecture, tp) // tp
         start = self.grid.tp_rank * rows
         return VocabShard(start, min(rows, vocab_size - start), self.grid.tp_group)
+
+
+def build_device(config: LibraConfig, device: torch.device) -> torch.device:
+    """Where the model is built and its weights are read, before they move to `device` in one piece."""
+    return torch.device("cpu") if config.megatron_use_cpu_initialization else device
 
 
 @dataclass(frozen=True)
