@@ -31,7 +31,7 @@ HINTS: tuple[Hint, ...] = (
         "it counts only in a Slurm job (launch.mode=slurm), and this run was local",
     ),
     (
-        lambda name: name.startswith("warmup."),
+        lambda name: name.startswith("warmup.") or name == "launch.cache_dir",
         lambda config: not config.warmup.steps,
         "warmup.steps=0 leaves the warm-up out",
     ),
@@ -66,7 +66,7 @@ def warning(run: RunDir, sources: Mapping[str, str], own_reads: Collection[str])
     }
     suspects -= {IGNORED, *own_reads, *_stage_reads(run, desired.steps)}
     if config.warmup.steps:
-        suspects -= _might_read("warmup")
+        suspects -= {*_might_read("warmup"), "launch.cache_dir"}
     lines = [
         f"  {name}={value_text(value_of(config, name))} ({sources[name]}){_hint(name, config)}"
         for name in options

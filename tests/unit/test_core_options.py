@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from launch import pipeline
 from launch.compose import compose
 from launch.desired_steps import desired_steps
 from planner.model import from_model_config
@@ -53,3 +56,19 @@ def test_trainer_ranks_are_divided_into_tensor_parallel_groups(tp: int) -> None:
 ])  # fmt: skip
 def test_what_has_one_way_takes_no_other(given: str, wanted: str) -> None:
     assert any(problem.startswith(wanted) for problem in problems(compose([given])))
+
+
+@pytest.mark.exercises("global_resource_planner.elastic_hybrid_max_workers")
+def test_the_deprecated_number_of_workers_is_accepted_ignored_and_warned_about_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["+experiment=demo", "launch.dry_run=true", f"launch.run_dir={tmp_path / 'run'}"]
+    pipeline.launch(given)
+    without = capsys.readouterr()
+
+    pipeline.launch([*given, "global_resource_planner.elastic_hybrid_max_workers=4"])
+
+    warned = capsys.readouterr()
+    assert warned.out == without.out
+    assert without.err.count("elastic_hybrid_max_workers") == 0
+    assert warned.err.count("elastic_hybrid_max_workers=4 is deprecated and ignored") == 1

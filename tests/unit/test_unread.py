@@ -95,9 +95,11 @@ def test_nothing_is_said_about_what_a_task_without_a_record_may_have_read(tmp_pa
 
 def test_what_a_warm_up_reads_counts_also_when_its_policy_was_in_the_cache(tmp_path: Path) -> None:
     config = LibraConfig(warmup=WarmupConfig(steps=3, batch_size=5))
+    config.launch.cache_dir = "/scratch/policies"
     run = finished_run(tmp_path / "run", config, all_tasks())
+    names = ("warmup.steps", "warmup.batch_size", "launch.cache_dir")
 
-    assert warning(run, {"warmup.steps": "command line", "warmup.batch_size": "command line"}, own_reads=()) == ""
+    assert warning(run, dict.fromkeys(names, "command line"), own_reads=()) == ""
 
 
 def test_the_deprecated_option_is_not_named_again(tmp_path: Path) -> None:
@@ -113,6 +115,7 @@ def test_the_deprecated_option_is_not_named_again(tmp_path: Path) -> None:
     [
         ("slurm.partition", "gpu", "it counts only in a Slurm job (launch.mode=slurm), and this run was local"),
         ("warmup.batch_size", 9, "warmup.steps=0 leaves the warm-up out"),
+        ("launch.cache_dir", "/scratch/policies", "warmup.steps=0 leaves the warm-up out"),
         ("model.hidden_size", 64, "the model is read from config.json in model_path"),
         ("rollout.kv_cache_bytes", 1e9, "it counts only on hardware.device=cpu"),
     ],
