@@ -66,7 +66,7 @@ def warning(run: RunDir, sources: Mapping[str, str], own_reads: Collection[str])
     }
     suspects -= {IGNORED, *own_reads, *_stage_reads(run, desired.steps)}
     if config.warmup.steps:
-        suspects -= {*_might_read("warmup"), "launch.cache_dir"}
+        suspects -= {*might_read("warmup"), "launch.cache_dir"}
     lines = [
         f"  {name}={value_text(value_of(config, name))} ({sources[name]}){_hint(name, config)}"
         for name in options
@@ -90,11 +90,11 @@ def _stage_reads(run: RunDir, steps: Iterable[StepSpec]) -> set[str]:
     for step in steps:
         records = [run.read(run.reads_json(step.name, rank)) for rank in range(step.tasks)]
         for record in records:
-            found.update(_might_read(step.role) if record is None else record["options"])
+            found.update(might_read(step.role) if record is None else record["options"])
     return found
 
 
-def _might_read(role: str) -> set[str]:
+def might_read(role: str) -> set[str]:
     """What code that can run in a stage of this role reads: all below stages/ but the folders of the other roles."""
     others = tuple(f"stages/{folder}/" for folder in ROLE_FOLDERS if folder != role)
     return {

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launch.unread import might_read
 from stages.controller.ledger import read_ledger
 from stages.warmup.vocabulary import save_tokenizer
 from tests.controller_kit import TOKENIZER, Reply, Request
@@ -68,3 +69,14 @@ def test_prompts_are_encoded_by_the_tokenizer_that_the_run_names(tmp_path: Path)
     (tmp_path / "model" / "tokenizer.json").unlink()
 
     assert played.play()["steps"] == 3
+
+
+def test_what_the_controller_reads_is_recorded_and_known_from_its_code(tmp_path: Path) -> None:
+    played = scene(tmp_path)
+
+    played.play()
+
+    record = played.run.read(played.run.reads_json("controller", 0))
+    assert record is not None
+    assert {"n_samples", "total_steps", "task.params", "rollout.request_timeout_s"} <= set(record["options"])
+    assert set(record["options"]) <= might_read("controller")

@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from conf.schema import GlobalResourcePlannerConfig, LibraConfig
 from conf.sections import AlgorithmConfig, HardwareConfig, WeightsConfig
+from launch.unread import might_read
 from planner.plan import InstancePlacement, Plan, RolloutLayout, TrainLayout
 from stages.batches import Batch, Sequence, write_batch
 from stages.files import list_names, wait_for
@@ -252,6 +253,14 @@ def test_a_collective_waits_longer_than_anything_that_one_rank_waits_for(
 
 def test_ranks_that_are_asked_to_stop_leave_together(story: Story) -> None:
     assert story.exit_codes == [3] * RANKS, story.output
+
+
+def test_what_each_rank_reads_is_recorded_and_known_from_its_code(story: Story) -> None:
+    for rank in range(RANKS):
+        record = story.run.read(story.run.reads_json("trainer", rank))
+        assert record is not None
+        assert {"learning_rate", "micro_batch_size", "weights.dtype"} <= set(record["options"])
+        assert set(record["options"]) <= might_read("trainer")
 
 
 def test_each_rank_leaves_a_trace_of_its_phases(story: Story) -> None:
