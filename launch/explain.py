@@ -8,8 +8,8 @@ from conf.pending import value_of
 from conf.readers import readers
 from conf.reference import Entry, entries, value_text
 from conf.schema import LibraConfig
-from launch.compose import unknown_key
 from launch.errors import ConfigError
+from launch.suggest import unknown_option
 
 NOBODY = "nothing yet"
 WIDEST = 40
@@ -23,7 +23,7 @@ def explain_text(name: str, config: LibraConfig, sources: Mapping[str, str]) -> 
         return _option(known[name], config, sources)
     group = [entry for entry in known.values() if entry.name.startswith(f"{name}.")]
     if not group:
-        raise ConfigError([f"launch.explain: {unknown_key(name, [])}"])
+        raise ConfigError([f"launch.explain: {unknown_option(name, '', {})}"])
     return _table([(entry.name, _short(_value(entry, config)), sources[entry.name], entry.effect) for entry in group])
 
 

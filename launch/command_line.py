@@ -1,0 +1,92 @@
+"""What a command line asks for: a run, a sweep, help, the configuration as text, or an answer of Hydra's own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from launch.errors import ConfigError, LibraError
+from launch.hydra_internals import arguments_parser, hydra_main
+from launch.tree import HOUSE, Tree, tree_at
+
+NOTHING_ASKED = "nothing to run: name an experiment (+experiment=demo), or a model (model_path=FOLDER)"
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+"""The shell's exit codes for SIGINT and SIGPIPE."""
+
+
+def run(words: Sequence[str]) -> int:
+    """The exit code. What is wrong is said on stderr, without a stack trace."""
+    try:
+        return _answer(words)
+    except LibraError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # `... | head`; otherwise the interpreter complains once more when it flushes stdout at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _answer(words: Sequence[str]) -> int:
+    if not words:
+        from launch.help import help_text
+
+        print(f"{help_text(HOUSE)}\n{NOTHING_ASKED}", file=sys.stderr)
+        return 2
+    asked = parse(words)
+    tree = tree_at(asked.config_path, asked.config_name, asked.config_dir)
+    if asked.help:
+        from launch.help import help_text
+
+        print(help_text(tree))
+        return 0
+    if asked.shell_completion and asked.overrides in (["install=bash"], ["uninstall=bash"]):
+        from launch.completion import script
+
+        print(script(asked.overrides[0].removesuffix("=bash")), end="")
+        return 0
+    if asked.hydra_help or asked.info or asked.shell_completion or asked.cfg in ("hydra", "all"):
+        return hydra_main(_for_hydra(words, asked, tree))
+    return _launch(asked, tree)
+
+
+def _launch(asked: argparse.Namespace, tree: Tree) -> int:
+    from launch import pipeline
+
+    if asked.cfg:
+        pipeline.show(asked.overrides, tree, asked.package or "")
+        return 0
+    if asked.multirun:
+        from launch.sweeps import launch_sweep
+
+        return launch_sweep(asked.overrides, tree)
+    pipeline.launch(asked.overrides, tree)
+    return 0
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Hydra's flags, in any order among the overrides. Exits as argparse does on unknown ones and for --version."""
+    parser = arguments_parser()
+    parser.prog = "python -m launch"
+    asked = parser.parse_intermixed_args(words)
+    if asked.experimental_rerun:
+        raise ConfigError(["--experimental-rerun reads a pickle; use --config-path RUN (its config.yaml) instead"])
+    actions = ("run", "multirun", "cfg", "info", "shell_completion")
+    given = [f"--{name.replace('_', '-')}" for name in actions if getattr(asked, name)]
+    if len(given) > 1:
+        raise ConfigError([f"{' and '.join(given)} cannot be had together; choose one"])
+    return asked
+
+
+def _for_hydra(words: Sequence[str], asked: argparse.Namespace, tree: Tree) -> list[str]:
+    """The same words in an order that Hydra's own parser takes, with folders as it wants them."""
+    flags = [word for word in words if word not in asked.overrides]
+    if asked.config_path:
+        flags += ["--config-path", tree.root, "--config-name", tree.name]
+    return [*asked.overrides, *flags]

@@ -1,0 +1,79 @@
+"""The page of `python -m launch --help`."""
+
+from __future__ import annotations
+
+import textwrap
+
+from conf.typed import options
+from launch.tree import Tree, groups
+
+WIDTH = 110
+MOST_USED = (
+    "model_path",
+    "train_gpus",
+    "rollout_gpus",
+    "train_tp_size",
+    "vllm_tp_size",
+    "batch_size",
+    "n_samples",
+    "max_model_len",
+    "max_new_tokens",
+    "total_steps",
+    "learning_rate",
+    "max_head_offpolicyness",
+    "seed",
+    "launch.run_dir",
+    "launch.dry_run",
+    "slurm.partition",
+    "slurm.time_min",
+)
+USAGE = """\
+usage: python -m launch [+GROUP=CHOICE ...] [OPTION=VALUE ...] [FLAG ...]
+
+Composes and checks the configuration, plans the run, writes one Slurm job, submits it and follows it.
+
+examples
+  python -m launch +experiment=demo                                      train a small policy on this machine
+  python -m launch +experiment=grpo_7b launch.dry_run=true               plan and job script, nothing is started
+  python -m launch +experiment=grpo_7b train_gpus=16 rollout_gpus=16     another size
+  python -m launch --config-dir MY +experiment=mine cluster=site         your own MY/experiment/mine.yaml, MY/cluster/site.yaml
+  python -m launch -m +experiment=demo seed=1,2,3                        one run for each value
+  python -m launch --config-path RUN launch.run_dir=NEW                  a run again, from its config.yaml
+  python -m launch +experiment=grpo_7b launch.explain=train_tp_size      one option: value, source, range, effect
+"""
+FLAGS = """\
+flags
+  -m, --multirun             a sweep: one run, with its own run directory, for each combination of values
+  -cd, --config-dir DIR      one more folder of groups, beside the house's
+  -cp, --config-path PLACE   folder of another root file (config.yaml), or the file itself
+  -cn, --config-name NAME    name of the root file
+  -c, --cfg job              print the configuration that the run would get, with the source of every value
+  -i, --info; --cfg hydra    how Hydra composed it; --hydra-help, --version: Hydra itself
+  -sc, --shell-completion    install=bash prints the completion for bash: docs/configure.md
+"""
+REST = """\
+All {count} options: docs/configuration.md, or launch.explain=OPTION (or a group, such as launch.explain=slurm).
+How to set them: docs/configure.md.
+"""
+
+
+def help_text(tree: Tree) -> str:
+    parts = [USAGE, _groups(tree), _most_used(), FLAGS, REST.format(count=len(options()))]
+    return "\n".join(parts).rstrip("\n")
+
+
+def _groups(tree: Tree) -> str:
+    found = groups(tree)
+    width = max(len(name) for name in found)
+    lines = [_hanging(f"  {name:<{width}}  ", ", ".join(choices)) for name, choices in found.items()]
+    return "\n".join(["groups", *lines, ""])
+
+
+def _most_used() -> str:
+    width = max(len(name) for name in MOST_USED)
+    lines = [_hanging(f"  {name:<{width}}  ", options()[name].effect) for name in MOST_USED]
+    return "\n".join(["options that are set most", *lines, ""])
+
+
+def _hanging(head: str, text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)

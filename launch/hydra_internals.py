@@ -1,0 +1,188 @@
+"""The only module that uses what Hydra 1.3 does not promise to keep: which file of the tree contributes what.
+
+Hydra's `compose` merges everything into one typed node at once: it stops at the first wrong value and forgets the files.
+Here its own parts do the same work up to the merge: `OverridesParser` for the grammar, `create_defaults_list` for the order
+of files and packages, `ConfigLoaderImpl` for the search path and for reading a file into its package. What is used with an
+underscore: `_internal.utils` (`create_config_search_path`, `get_args_parser`), `_internal.config_repository` and
+`_internal.defaults_list`, and of the loader `_process_config_searchpath` and `_load_single_config`; checked with 1.3.2 to
+1.3.8, and setup.cfg keeps Hydra below 1.4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.defaults_list import DefaultsList, create_defaults_list
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import ResultDefault
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from conf.schema import LibraConfig
+
+FAILURES = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)
+"""What Hydra raises for files and overrides that it cannot use."""
+SCHEMA_NAME = "libra_schema"
+HOUSE_ROOT = "pkg://conf"
+VERSION_BASE = "1.3"
+HYDRA_PROVIDERS = ("hydra", "schema")
+
+
+@dataclass(frozen=True)
+class TreeFile:
+    """What one file sets, with its package around it. `label` is how people find it."""
+
+    label: str
+    values: dict[str, Any]
+
+
+class Loader:
+    """One search path: the folder or package `root`, then the house's tree if that is another, then the folder `extra`.
+
+    Raises FAILURES.
+    """
+
+    def __init__(self, root: str, name: str, extra: str) -> None:
+        version.setbase(VERSION_BASE)
+        register_schema()
+        path = create_config_search_path(root)
+        before_schema = SearchPathQuery(provider="schema")
+        if root != HOUSE_ROOT:
+            path.prepend("house", HOUSE_ROOT, anchor=before_schema)
+        if extra:
+            path.prepend("command-line", f"file://{os.path.abspath(extra)}", anchor=before_schema)
+        self.name = name
+        self._loader = ConfigLoaderImpl(path)
+        self._parser = OverridesParser.create(config_loader=self._loader)
+        self._repository = CachingConfigRepository(self._loader.repository)
+
+    def parse(self, text: str) -> Override:
+        """One override in Hydra's grammar."""
+        return self._parser.parse_overrides([text])[0]
+
+    def search_also(self, overrides: Sequence[Override]) -> None:
+        """Honour `hydra.searchpath`, of the command line or else of the root file."""
+        self._loader._process_config_searchpath(self.name, list(overrides), self._repository)
+
+    def missing_folders(self) -> list[str]:
+        """Entries of the search path that do not exist."""
+        sources = self._repository.get_sources()
+        return [source.path for source in sources if source.provider != "schema" and not source.available()]
+
+    @cached_property
+    def groups(self) -> dict[str, list[str]]:
+        """{"model": ["demo", ...], "experiment/team": [...], ...}: folders of the search path with YAML files in them."""
+        found: dict[str, set[str]] = {}
+        for source in self._repository.get_sources():
+            if source.provider not in HYDRA_PROVIDERS and source.available():
+                for group, choice in _choices(_folder(source.scheme(), source.path), ""):
+                    found.setdefault(group, set()).add(choice)
+        return {group: sorted(found[group]) for group in sorted(found)}
+
+    def files(self, overrides: Sequence[Override]) -> tuple[list[TreeFile], dict[str, str]]:
+        """The files that these choices of groups bring in, in the order in which they apply; and the choice of each group.
+
+        A group that the root file lists is overridden, any other is added, whether a plus was typed or not.
+        """
+        listed = self._defaults([]).overrides.known_choices
+        try:
+            defaults = self._defaults([_with_sound_prefix(override, listed) for override in overrides])
+        except HydraException:
+            # An experiment may list groups of its own, which the root file knows nothing of: then the plus counts as typed.
+            if not any(_with_sound_prefix(override, listed) != override for override in overrides):
+                raise
+            defaults = self._defaults(overrides)
+        choices = {group: choice for group, choice in defaults.overrides.known_choices.items() if choice is not None}
+        return [self._read(default) for default in defaults.defaults if default.config_path != SCHEMA_NAME], choices
+
+    def shadowed(self, label: str) -> str:
+        """The file that `label` of the house's tree hides, because Hydra takes the first on its search path; or ""."""
+        if not label.startswith("conf/"):
+            return ""
+        name = label.removeprefix("conf/")
+        for source in self._repository.get_sources():
+            if source.provider not in (*HYDRA_PROVIDERS, "main", "house") and source.is_config(name):
+                return _label(source.full_path(), name)
+        return ""
+
+    def _defaults(self, overrides: Sequence[Override]) -> DefaultsList:
+        return create_defaults_list(
+            repo=self._repository,
+            config_name=self.name,
+            overrides_list=list(overrides),
+            prepend_hydra=False,
+            skip_missing=False,
+        )
+
+    def _read(self, default: ResultDefault) -> TreeFile:
+        assert default.config_path is not None
+        found = self._loader._load_single_config(default, self._repository)
+        values = OmegaConf.to_container(found.config, resolve=False)
+        assert isinstance(values, dict)
+        return TreeFile(_label(found.path, default.config_path), {str(key): value for key, value in values.items()})
+
+
+def register_schema() -> None:
+    ConfigStore.instance().store(name=SCHEMA_NAME, node=LibraConfig)
+
+
+def arguments_parser() -> argparse.ArgumentParser:
+    """Hydra's own command line: --cfg, --multirun, --config-dir, ..., and the overrides."""
+    return get_args_parser()
+
+
+def hydra_main(arguments: Sequence[str]) -> int:
+    """Let Hydra answer for itself: --info, --cfg hydra, --hydra-help, --version, --shell-completion. It may exit."""
+    import hydra
+
+    def nothing(_config: Any) -> None:
+        """Hydra runs nothing of ours."""
+
+    register_schema()
+    sys.argv[1:] = arguments
+    hydra.main(version_base=VERSION_BASE, config_path=HOUSE_ROOT, config_name="config")(nothing)()
+    return 0
+
+
+def _with_sound_prefix(override: Override, listed: dict[str, Any]) -> Override:
+    if override.is_delete():
+        return override
+    is_listed = override.get_key_element().lstrip("+") in listed
+    return replace(override, type=OverrideType.CHANGE if is_listed else OverrideType.ADD)
+
+
+def _folder(scheme: str, path: str) -> Any:
+    return resources.files(path) if scheme == "pkg" else Path(path)
+
+
+def _choices(folder: Any, group: str, depth: int = 2) -> Iterator[tuple[str, str]]:
+    """(group, choice) of every YAML file in the folders below `folder`. Two levels: a run directory is deep and wide."""
+    for entry in folder.iterdir():
+        if group and entry.name.endswith(".yaml"):
+            yield group, entry.name.removesuffix(".yaml")
+        elif depth and entry.is_dir() and not entry.name.startswith(("_", ".")):
+            yield from _choices(entry, f"{group}/{entry.name}".lstrip("/"), depth - 1)
+
+
+def _label(source: str, name: str) -> str:
+    """conf/model/demo.yaml for the house's files, the absolute path for a user's."""
+    scheme, _, place = source.partition("://")
+    file = f"{name.removesuffix('.yaml')}.yaml"
+    return f"{place.replace('.', '/')}/{file}" if scheme == "pkg" else os.path.join(os.path.abspath(place), file)

@@ -1,0 +1,91 @@
+"""What the environment and the launcher decide: every "empty means ..." gets its meaning, so that config.yaml re-creates the run."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from conf.options import walk
+from conf.schema import LibraConfig
+from launch import machine
+from launch.compose import Composed
+from launch.sources import COMMAND_LINE
+from stages.warmup.key import cached_policy_path
+
+LAUNCHER = "launcher"
+PLANNER = "planner"
+TRACE_SWITCH = "RL_TRAIN_PHASE_TRACE"
+TRACE_FOLDER = "RL_TRAIN_PHASE_TRACE_DIR"
+
+Place = Callable[[str, Mapping[str, str]], str]
+"""(launch.run_dir as composed, the choice of each group) -> the run directory."""
+
+
+def default_place(given: str, choices: Mapping[str, str]) -> str:
+    return given or default_run_dir(choices)
+
+
+def default_run_dir(choices: Mapping[str, str]) -> str:
+    name = choices.get("experiment", "run").replace("/", "-")
+    return f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def settle(composed: Composed, place: Place = default_place, environ: Mapping[str, str] = os.environ) -> Composed:
+    """`composed` after the environment and the launcher; problems of the environment are added to its problems."""
+    composed = with_environment(composed, environ)
+    config = _without_open_ends(composed.config, composed.choices, place)
+    sources = dict(composed.sources)
+    for name, before, _after in changes(composed.config, config):
+        # A path that only became absolute was still chosen where it was chosen.
+        if before in ("", "auto") or (name == "launch.run_dir" and place is not default_place):
+            sources[name] = LAUNCHER
+    return replace(composed, config=config, sources=sources)
+
+
+def with_environment(composed: Composed, environ: Mapping[str, str]) -> Composed:
+    """The reference's two variables. They win over files, the command line wins over them."""
+    config, sources, problems = composed.config, dict(composed.sources), list(composed.problems)
+    switch, folder = environ.get(TRACE_SWITCH, ""), environ.get(TRACE_FOLDER, "")
+    if switch not in ("", "0", "1"):
+        problems.append(f"{TRACE_SWITCH}={switch} in the environment: 1 turns tracing on, 0 or empty leaves it alone")
+    if switch == "1" and sources["phase_trace_enabled"] != COMMAND_LINE:
+        config = replace(config, phase_trace_enabled=True)
+        sources["phase_trace_enabled"] = f"environment {TRACE_SWITCH}"
+    if folder and sources["trace.directory"] != COMMAND_LINE:
+        config = replace(config, trace=replace(config.trace, directory=folder))
+        sources["trace.directory"] = f"environment {TRACE_FOLDER}"
+    return replace(composed, config=config, sources=sources, problems=tuple(problems))
+
+
+def changes(before: LibraConfig, after: LibraConfig) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, value before, value after) of every option that differs."""
+    for (name, _, old), (_, _, new) in zip(walk(before), walk(after), strict=True):
+        if old != new:
+            yield name, old, new
+
+
+def _without_open_ends(config: LibraConfig, choices: Mapping[str, str], place: Place) -> LibraConfig:
+    launch = replace(
+        config.launch,
+        mode=machine.choose_mode(config.launch.mode),
+        python=config.launch.python or sys.executable,
+        cache_dir=config.launch.cache_dir or str(_default_cache_dir()),
+        run_dir=str(Path(place(config.launch.run_dir, choices)).absolute()),
+    )
+    config = replace(config, launch=launch)
+    if config.trace.directory:
+        config = replace(config, trace=replace(config.trace, directory=str(Path(config.trace.directory).absolute())))
+    if config.warmup.steps > 0 and not config.model_path:
+        config = replace(config, model_path=str(cached_policy_path(config, Path(launch.cache_dir))))
+    return replace(config, tokenizer_path=config.tokenizer_path or config.model_path)
+
+
+def _default_cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "libra"
