@@ -1,10 +1,11 @@
 """The trainer alone, in several layouts on the same batch: seconds, tokens/s, memory, and that the results agree.
 
     python -m benchmarks.trainer RUN --step 199 --layouts 1x1 2x1 1x2            # a recorded batch of a run
-    python -m benchmarks.trainer RUN --made-up --layouts 1x1 2x1 --dtype bfloat16   # random 1.5B Qwen2, 16 x 2,048 tokens
+    python -m benchmarks.trainer --made-up --layouts 1x1 2x1 --dtype bfloat16       # random 1.5B Qwen2, 16 x 2,048 tokens
+    python -m benchmarks.trainer --made-up --dtype bfloat16 --offload none 0.5 1    # with optimizer state in host memory
 
-A layout is TPxDP; its ranks are processes of this machine, on the device that the run was planned for. Times are of the
-last of --repeat steps, so that kernels are loaded and memory is allocated.
+A layout is TPxDP; its ranks are processes of this machine, on the device that the run was planned for (--made-up: cuda).
+Times are of the last of --repeat steps, so that kernels are loaded and memory is allocated.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -27,6 +29,8 @@ import torch
 from omegaconf import OmegaConf
 
 from conf.load import load
+from conf.schema import LibraConfig
+from planner.plan import Plan, RolloutLayout, TrainLayout
 from stages.batches import Batch, read_batch, write_batch
 from stages.context import StageContext, open_context
 from stages.rundir import RunDir
@@ -62,25 +66,29 @@ class Job:
     dtype: str
     micro_batch_size: int
     repeat: int
+    offload: float | None
 
 
 def main() -> int:
     options = parse()
     with scratch_run(options.run, options.device) as run:
-        model = options.model or run.weights_version(options.step)
         if options.made_up:
             model, options.step = run.root / "model", 0
             make_up(run, model)
-        for layout in options.layouts:
+        else:
+            model = options.model or run.weights_version(options.step)
+        for layout, offload in product(options.layouts, options.offload):
             tp, dp = (int(size) for size in layout.split("x"))
-            job = Job(run.root, model, options.step, tp, dp, options.dtype, options.micro_batch_size, options.repeat)
+            job = Job(
+                run.root, model, options.step, tp, dp, options.dtype, options.micro_batch_size, options.repeat, offload
+            )
             print(json.dumps(measure(job)), flush=True)
     return 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer", description=__doc__)
-    parser.add_argument("run", type=Path, help="a run directory; it is read, not changed")
+    parser.add_argument("run", type=Path, nargs="?", help="a run directory; it is read, not changed")
     parser.add_argument("--step", type=int, default=0, help="recorded batch and, without --model, weights version")
     parser.add_argument("--model", type=Path, help="HF folder (default: the run's weights of --step)")
     parser.add_argument("--made-up", action="store_true", help="random model and batch of a 1.5B shape")
@@ -89,28 +97,49 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=3)
-    return parser.parse_args()
+    parser.add_argument(
+        "--offload",
+        nargs="+",
+        type=fraction,
+        default=[None],
+        help="none, or the fraction of optimizer state in host memory",
+    )
+    options = parser.parse_args()
+    if options.run is None and not options.made_up:
+        parser.error("RUN is needed without --made-up")
+    return options
+
+
+def fraction(text: str) -> float | None:
+    return None if text == "none" else float(text)
 
 
 @contextmanager
-def scratch_run(source: Path, device: str | None) -> Iterator[RunDir]:
-    """A run directory of its own with the plan, options, batches and weights of `source`."""
+def scratch_run(source: Path | None, device: str | None) -> Iterator[RunDir]:
+    """A run directory of its own with the plan, options, batches and weights of `source`; without one, with defaults."""
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir.create(Path(folder) / "run")
-        given = RunDir.open(source, writer="benchmark")
-        config = load(given.config_yaml)
-        plan = given.read(given.plan_json, any_attempt=True) or {}
+        if source is None:
+            layouts = TrainLayout(1, 1, 8, 1, 1, 1, 1, 1), RolloutLayout(1, 1, 1, ())
+            config, plan = LibraConfig(), Plan("hetjob", "made up", "cuda", *layouts).to_dict()
+        else:
+            given = RunDir.open(source, writer="benchmark")
+            config, plan = load(given.config_yaml), given.read(given.plan_json, any_attempt=True) or {}
+            copy_results(given, run)
         if device is not None:
             config.hardware.device = plan["device"] = device
         OmegaConf.save(OmegaConf.create(asdict(config)), run.config_yaml)
         run.write(run.plan_json, plan)
-        for step in given.published_batches()[-3:]:
-            found = read_batch(given, step)
-            if found is not None:
-                write_batch(run, step, found[0])
-        for version in given.published_versions():
-            run.weights_version(version).symlink_to(given.weights_version(version))
         yield run
+
+
+def copy_results(given: RunDir, run: RunDir) -> None:
+    for step in given.published_batches()[-3:]:
+        found = read_batch(given, step)
+        if found is not None:
+            write_batch(run, step, found[0])
+    for version in given.published_versions():
+        run.weights_version(version).symlink_to(given.weights_version(version))
 
 
 def make_up(run: RunDir, folder: Path) -> None:
@@ -157,8 +186,14 @@ def measure(job: Job) -> dict[str, Any]:
 def run_rank(job: Job, rank: int, answers: Queue[dict[str, Any]]) -> None:
     size = job.tp * job.dp
     with open_context("trainer", job.run_dir, name="trainer", rank=rank, world_size=size, local_rank=rank) as context:
-        sizes = {"micro_batch_size": job.micro_batch_size, "recompute_micro_batch_size": job.micro_batch_size}
-        context.config = replace(context.config, train_dtype=job.dtype, **sizes)  # type: ignore[arg-type]
+        context.config = replace(
+            context.config,
+            train_dtype=job.dtype,
+            micro_batch_size=job.micro_batch_size,
+            recompute_micro_batch_size=job.micro_batch_size,
+            megatron_optimizer_cpu_offload=job.offload is not None,
+            megatron_optimizer_offload_fraction=job.offload or 0.0,
+        )
         with connected(context, tp=job.tp) as grid:
             policy = Policy.load(job.model, context.config, grid)
             result = steps(job, context, policy)
@@ -178,17 +213,21 @@ def steps(job: Job, context: StageContext, policy: Policy) -> dict[str, Any]:
         marks.append(now(policy))
         first, seconds = first or result, (marks[1] - marks[0], marks[2] - marks[1])
     assert first is not None
-    peak_bytes = torch.cuda.max_memory_allocated() if policy.grid.device.type == "cuda" else 0
+    on_gpu = policy.grid.device.type == "cuda"
+    held_bytes, peak_bytes = (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()) if on_gpu else (0, 0)
     return {
         "layout": f"tp{job.tp} dp{job.dp}",
         "device": policy.grid.device.type,
         "dtype": job.dtype,
+        "offload": job.offload,
         "recompute_s": round(seconds[0], 3),
         "update_s": round(seconds[1], 3),
         "update_tokens_per_s": round(batch.num_tokens / seconds[1]),
+        "held_gb": round(held_bytes / 1e9, 2),
         "peak_gb": round(peak_bytes / 1e9, 2),
         "loss": first.loss,
         "grad_norm": first.grad_norm,
+        "last_grad_norm": result.grad_norm,
     }
 
 

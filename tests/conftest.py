@@ -35,11 +35,12 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reasons = {"slurm": programs.why_not_installable(), "vllm": _why_no_vllm()}
-    for item in items:
-        for marker, reason in reasons.items():
-            if reason and item.get_closest_marker(marker):
-                item.add_marker(pytest.mark.skip(reason=f"{marker}: {reason}"))
+    reasons = {"slurm": programs.why_not_installable, "vllm": _why_no_vllm, "gpu": _why_no_gpu}
+    for marker, why_not in reasons.items():
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        reason = why_not() if marked else ""
+        for item in marked if reason else ():
+            item.add_marker(pytest.mark.skip(reason=f"{marker}: {reason}"))
 
 
 def _why_no_vllm() -> str:
@@ -50,6 +51,12 @@ def _why_no_vllm() -> str:
     if available < VLLM_NEEDED_BYTES:
         return f"{VLLM_NEEDED_BYTES / 1e9:.0f} GB of memory needed, {available / 1e9:.1f} available"
     return ""
+
+
+def _why_no_gpu() -> str:
+    import torch
+
+    return "" if torch.cuda.is_available() else "torch finds no GPU"
 
 
 @pytest.fixture(scope="session")
