@@ -300,7 +300,7 @@ def test_probe_logprobs_are_taken_at_temperature_one(folder: Path, layout: str, 
     assert computed == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-@pytest.mark.exercises("recompute_logprobs")
+@pytest.mark.exercises("recompute_logprobs", "train_tp_size", "micro_batch_size")
 @pytest.mark.parametrize("layout, model, micro_batch_size, recompute", UPDATED)
 def test_loss_and_gradient_equal_the_plain_implementation(
     folder: Path, layout: str, model: str, micro_batch_size: int, recompute: bool
