@@ -27,6 +27,10 @@ from stages.weights.publish import publish
 from stages.weights.refresh import request_refresh
 
 SECONDS = ("wait_for_batch", "recompute_logprobs", "grpo_update", "publish_weights", "wait_acks")
+BACKENDS = {"megatron_core": Policy.load}
+"""By train_backend."""
+SYNCS = {"restart": request_refresh}
+"""By rollout_weight_sync_mode."""
 
 
 def run(context: StageContext) -> dict[str, Any]:
@@ -36,7 +40,8 @@ def run(context: StageContext) -> dict[str, Any]:
         with context.recorder.span("set_up"):
             grid = stack.enter_context(connected(context, tp=context.plan.train.tp))
             with context.recorder.span("load_model"):
-                policy = Policy.load(Path(context.config.model_path), context.config, grid)
+                load = BACKENDS[context.config.train_backend]
+                policy = load(Path(context.config.model_path), context.config, grid)
         print(f"{policy.architecture.name} loaded: tp {grid.tp}, dp {grid.dp}, {grid.device}", flush=True)
         return Trainer(context, policy, grid).run()
 
@@ -158,7 +163,7 @@ class Trainer:
         """False when this rank, the first, was asked to stop meanwhile: the others must hear of it before it leaves."""
         instances = [placement.name for placement in self.context.plan.rollout.instances]
         try:
-            request_refresh(self.context, manifest, instances, publish_s)
+            SYNCS[self.context.config.rollout_weight_sync_mode](self.context, manifest, instances, publish_s)
         except StoppedError:
             return False
         return True
