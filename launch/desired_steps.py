@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from conf.schema import LibraConfig
 from launch.errors import LibraError
+from planner.placement import slot_cpus, trainer_rank_cpus
 from planner.plan import InstancePlacement, Plan
 from stages.desired import DesiredState, StepSpec
 
@@ -27,19 +28,12 @@ def desired_steps(config: LibraConfig, plan: Plan) -> DesiredState:
     return DesiredState(phase="run", steps=(*rollouts, trainer, _controller(config)))
 
 
-def slot_cpus(config: LibraConfig) -> int:
-    """Processors that go with one GPU (or one CPU worker slot)."""
-    return max(1, config.hardware.cpus_per_node // config.hardware.gpus_per_node)
-
-
 def _trainer(config: LibraConfig, plan: Plan) -> StepSpec:
     train = plan.train
     if train.gpus != train.nodes * train.gpus_per_node:
         raise PlacementError(
             f"{train.gpus} trainer ranks do not fill {train.nodes} nodes x {train.gpus_per_node}; change train_gpus"
         )
-    # The controller shares the trainer's first node, so it takes its processors from the trainer's.
-    cpus = (train.gpus_per_node * slot_cpus(config) - config.slurm.controller_cpus) // train.gpus_per_node
     return StepSpec(
         name=TRAINER,
         role="trainer",
@@ -48,7 +42,7 @@ def _trainer(config: LibraConfig, plan: Plan) -> StepSpec:
         nodes=train.nodes,
         tasks=train.gpus,
         tasks_per_node=train.gpus_per_node,
-        cpus_per_task=max(1, cpus),
+        cpus_per_task=trainer_rank_cpus(config, train.gpus_per_node),
         gpus_per_node=train.gpus_per_node,
         grace_s=config.launch.stop_grace_s,
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from planner.describe import describe
 from planner.errors import PlanError
 from planner.plan import Plan
-from planner.search import describe
 from stages.files import read_json
 
 USAGE = "usage: python -m planner RUN | python -m planner +experiment=NAME [overrides]"

@@ -8,9 +8,17 @@ from conf.schema import LibraConfig
 from planner.plan import Plan
 
 
-def adopt(config: LibraConfig, plan: Plan) -> LibraConfig:
-    """`config` with train_gpus, rollout_gpus and train_tp_size as `plan` has them; `config` itself when nothing differs."""
-    chosen = {"train_gpus": plan.train.gpus, "rollout_gpus": plan.rollout.gpus, "train_tp_size": plan.train.tp}
+def divided(config: LibraConfig, *, train_gpus: int, rollout_gpus: int, train_tp_size: int) -> LibraConfig:
+    """`config` with this division; `config` itself when nothing differs."""
+    chosen = {"train_gpus": train_gpus, "rollout_gpus": rollout_gpus, "train_tp_size": train_tp_size}
     if all(getattr(config, name) == value for name, value in chosen.items()):
         return config
-    return replace(config, **chosen)
+    return replace(config, train_gpus=train_gpus, rollout_gpus=rollout_gpus, train_tp_size=train_tp_size)
+
+
+def adopt(config: LibraConfig, plan: Plan) -> LibraConfig:
+    """`config` as `plan` divides the GPUs: the same object for initial_allocation_strategy=configured.
+
+    Planning the result again gives the same plan: the search looks at the sum of train_gpus and rollout_gpus only.
+    """
+    return divided(config, train_gpus=plan.train.gpus, rollout_gpus=plan.rollout.gpus, train_tp_size=plan.train.tp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 DENSE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -104,7 +105,7 @@ class Architecture:
         looked_up = 0 if self.tied else self.vocab * self.hidden
         if not self.is_moe:
             return self.parameters - looked_up
-        missed = (1 - self.experts_per_token / self.num_experts) ** sequences
+        missed = math.pow(1 - self.experts_per_token / self.num_experts, sequences)
         untouched = self.num_experts * missed * self.expert_parameters
         return self.parameters - looked_up - self.layers * untouched
 

@@ -138,9 +138,9 @@ def from_hf(config: Mapping[str, Any]) -> Architecture:
 
 def _experts(config: Mapping[str, Any]) -> dict[str, int]:
     """Experts of a Qwen3-MoE. Refuses models where only some layers have them: their sizes would be counted wrongly."""
-    plain = {"decoder_sparse_step": (config.get("decoder_sparse_step", 1), 1)}
-    plain["mlp_only_layers"] = (config.get("mlp_only_layers") or [], [])
-    for key, (found, wanted) in plain.items():
+    plain: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    for key, wanted in plain.items():
+        found = config.get(key) or wanted
         if found != wanted:
             raise PlanError(f"model_path/config.json says {key} {found}; supported: {wanted}, experts in every layer")
     # transformers 5 writes num_local_experts where older releases wrote num_experts.

@@ -1,4 +1,7 @@
-"""Which node holds what. Nodes are never split between components (Slurm does not let components share one)."""
+"""Which node holds what. Nodes are never split between components (Slurm does not let components share one).
+
+What the launcher can start is decided here, for a plan that was asked for and for each that the planner tries.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,46 @@ def aligned_nodes(gpus: int, gpus_per_node: int, option: str) -> int:
     return gpus // gpus_per_node
 
 
-def place_rollout(config: LibraConfig, *, separate: bool, first_gpu: int = 0) -> RolloutLayout:
-    """Instances in order over nodes and components.
+def choose_layout(config: LibraConfig) -> tuple[str, str]:
+    """("hetjob" | "single", why). A local run shares this one machine, so it is planned as a single job."""
+    if config.launch.mode == "local":
+        return "single", "launch.mode=local: both sides share this machine"
+    if config.slurm.layout == "single":
+        return "single", "slurm.layout=single: one job with exact steps; it survives the loss of a rollout node"
+    return (
+        "hetjob",
+        "slurm.layout=hetjob: trainer and rollout need different shapes, and rollout components can be handed back",
+    )
 
-    `separate`: the pool has its own nodes in components 1.. ; otherwise everything is component 0 and the pool starts
-    behind `first_gpu` GPUs that the trainer holds. Raises PlanError when an instance would cross nodes.
-    """
+
+def check_launchable(config: LibraConfig, *, separate: bool) -> int:
+    """Nodes of the trainer, when `train_gpus` and `rollout_gpus` can be started as they are. Raises PlanError."""
+    if not separate:
+        check_shared_nodes(config)
+    nodes = aligned_nodes(config.train_gpus, config.hardware.gpus_per_node, "train_gpus")
+    check_instances(config, separate=separate)
+    check_processors(config, separate=separate)
+    return nodes
+
+
+def check_shared_nodes(config: LibraConfig) -> None:
+    """A local run has one node; a single job on several nodes fills all of them."""
+    per_node, total = config.hardware.gpus_per_node, config.train_gpus + config.rollout_gpus
+    if total <= per_node:
+        return
+    if config.launch.mode == "local":
+        raise PlanError(
+            f"train_gpus={config.train_gpus} + rollout_gpus={config.rollout_gpus} = {total} do not fit on this machine:"
+            f" hardware.gpus_per_node={per_node}; lower one of them or use a Slurm cluster (cluster=slurm)"
+        )
+    if total % per_node:
+        raise PlanError(
+            f"slurm.layout=single needs train_gpus + rollout_gpus = {total} to fill whole nodes of hardware.gpus_per_node={per_node}"
+        )
+
+
+def check_instances(config: LibraConfig, *, separate: bool) -> None:
+    """The pool is whole instances, none of which crosses nodes. Raises PlanError."""
     per_node, tp = config.hardware.gpus_per_node, config.vllm_tp_size
     if tp > per_node:
         raise PlanError(
@@ -41,6 +78,46 @@ def place_rollout(config: LibraConfig, *, separate: bool, first_gpu: int = 0) ->
         )
     if per_node % tp and config.rollout_gpus > per_node:
         raise PlanError(f"vllm_tp_size={tp} does not divide hardware.gpus_per_node={per_node}; GPUs would stay idle")
+    if separate:
+        aligned_nodes(config.rollout_gpus, per_node, "rollout_gpus")
+
+
+def slot_cpus(config: LibraConfig) -> int:
+    """Processors that go with one GPU (or one CPU worker slot)."""
+    return max(1, config.hardware.cpus_per_node // config.hardware.gpus_per_node)
+
+
+def trainer_rank_cpus(config: LibraConfig, ranks_per_node: int) -> int:
+    """Processors of one trainer rank: the controller shares the trainer's first node and takes its own from the trainer's."""
+    return max(1, (ranks_per_node * slot_cpus(config) - config.slurm.controller_cpus) // ranks_per_node)
+
+
+def check_processors(config: LibraConfig, *, separate: bool) -> None:
+    """Every node has processors for its steps; on the trainer's first node the controller is one of them.
+
+    Slurm refuses a job whose steps want more than a node has; on this one machine nobody counts. Raises PlanError.
+    """
+    per_node, available = config.hardware.gpus_per_node, config.hardware.cpus_per_node
+    ranks = min(config.train_gpus, per_node)
+    beside = 0 if separate else min(config.rollout_gpus, per_node - ranks)
+    first = ranks * trainer_rank_cpus(config, ranks) + config.slurm.controller_cpus + beside * slot_cpus(config)
+    wanted = max(first, min(config.rollout_gpus, per_node) * slot_cpus(config))
+    if config.launch.mode != "local" and wanted > available:
+        raise PlanError(
+            f"a node of train_gpus={config.train_gpus} and rollout_gpus={config.rollout_gpus} wants {wanted} processors (one"
+            f" controller of slurm.controller_cpus={config.slurm.controller_cpus}), available hardware.cpus_per_node={available};"
+            " lower train_gpus or change hardware.cpus_per_node"
+        )
+
+
+def place_rollout(config: LibraConfig, *, separate: bool, first_gpu: int = 0) -> RolloutLayout:
+    """Instances in order over nodes and components.
+
+    `separate`: the pool has its own nodes in components 1.. ; otherwise everything is component 0 and the pool starts
+    behind `first_gpu` GPUs that the trainer holds. Raises PlanError when an instance would cross nodes.
+    """
+    per_node, tp = config.hardware.gpus_per_node, config.vllm_tp_size
+    check_instances(config, separate=separate)
     nodes = aligned_nodes(config.rollout_gpus, per_node, "rollout_gpus") if separate else 1
     per_component = math.ceil(nodes / MAX_ROLLOUT_COMPONENTS)
     instances = []

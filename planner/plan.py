@@ -47,8 +47,38 @@ class Rejected:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """A division of the GPUs that can be launched, with the times that the cost model expects of a step."""
+
+    train_gpus: int
+    rollout_gpus: int
+    train_tp_size: int
+    train_s: float
+    generate_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Both sides work at the same time."""
+        return max(self.train_s, self.generate_s)
+
+    @property
+    def rank(self) -> tuple[float, float, int, int]:
+        """Sorts the best first. Equal step times: the other side's time, then more rollout GPUs, then a smaller TP.
+
+        More rollout, because the times assume trajectories of equal length: a longer tail than that is generation's.
+        """
+        return self.step_s, min(self.train_s, self.generate_s), -self.rollout_gpus, self.train_tp_size
+
+
+@dataclass(frozen=True)
 class Plan:
-    """`memory_bytes` maps "trainer" and "rollout" to named terms per GPU, with "total" and "budget"."""
+    """`memory_bytes` maps "trainer" and "rollout" to named terms per GPU, with "total" and "budget", and "trainer_host" to
+    those of a trainer node's host memory when something is offloaded.
+
+    `predicted` holds seconds as the cost model expects them, `bounds` what the hardware cannot beat (`planner.predict`).
+    `alternative` is what initial_allocation_strategy=grp would choose, when this plan keeps another division.
+    `evaluated` counts the divisions whose times were computed.
+    """
 
     layout: str
     layout_reason: str
@@ -58,7 +88,11 @@ class Plan:
     memory_bytes: dict[str, dict[str, float]] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
     rejected: tuple[Rejected, ...] = ()
-    runners_up: tuple[dict[str, Any], ...] = ()
+    runners_up: tuple[Choice, ...] = ()
+    strategy: str = "configured"
+    bounds: dict[str, float] = field(default_factory=dict)
+    alternative: Choice | None = None
+    evaluated: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,6 +101,7 @@ class Plan:
     def from_dict(cls, record: dict[str, Any]) -> Plan:
         """Inverse of `to_dict`; keys that a record adds (run id, attempt) are ignored."""
         rollout = record["rollout"]
+        alternative = record["alternative"]
         instances = tuple(InstancePlacement(**placement) for placement in rollout["instances"])
         return cls(
             layout=record["layout"],
@@ -77,5 +112,9 @@ class Plan:
             memory_bytes=record["memory_bytes"],
             predicted=record["predicted"],
             rejected=tuple(Rejected(**cut) for cut in record["rejected"]),
-            runners_up=tuple(record["runners_up"]),
+            runners_up=tuple(Choice(**choice) for choice in record["runners_up"]),
+            strategy=record["strategy"],
+            bounds=record["bounds"],
+            alternative=Choice(**alternative) if alternative else None,
+            evaluated=record["evaluated"],
         )

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from conf.schema import LibraConfig
 from launch.compose import compose
 from planner.architecture import Architecture
+from planner.describe import describe
 from planner.errors import PlanError
 from planner.memory import recompute_logits_bytes
 from planner.model import from_hf, from_model_config
 from planner.plan import Plan
-from planner.search import describe, make_plan
+from planner.search import make_plan
 
 
 def plan_of(*overrides: str) -> Plan:

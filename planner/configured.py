@@ -1,0 +1,60 @@
+"""initial_allocation_strategy=configured: the division that was asked for, and the tensor-parallel sizes beside it."""
+
+from __future__ import annotations
+
+from conf.schema import LibraConfig
+from planner.allocation import divided
+from planner.architecture import Architecture
+from planner.errors import PlanError
+from planner.limits import (
+    check_instance,
+    check_ranks,
+    check_split,
+    check_train_tp,
+    check_train_tp_allowed,
+    check_trainer_memory,
+    tensor_parallel_candidates,
+)
+from planner.placement import check_launchable, choose_layout
+from planner.plan import Choice
+from planner.predict import expected
+from planner.rejections import Rejections
+
+
+def check_configured(config: LibraConfig, arch: Architecture) -> tuple[list[Choice], Rejections]:
+    """Other tensor-parallel sizes that fit these GPUs, and those that do not. Raises PlanError when the one asked for
+    does not."""
+    check_split(config)
+    check_launchable(config, separate=choose_layout(config)[0] == "hetjob")
+    check_instance(config, arch)
+    check_train_tp(config, arch)
+    check_train_tp_allowed(config, arch)
+    check_ranks(config)
+    fitting, rejections = survey(config, arch)
+    others = [choice for choice in fitting if choice.train_tp_size != config.train_tp_size]
+    hint = f"; train_tp_size={others[0].train_tp_size} would fit" if others else ""
+    check_trainer_memory(config, arch, hint)
+    return others, rejections
+
+
+def survey(config: LibraConfig, arch: Architecture) -> tuple[list[Choice], Rejections]:
+    """Every candidate of tensor parallelism for these GPUs."""
+    fitting, rejections = [], Rejections()
+    for tp in tensor_parallel_candidates(config):
+        candidate = divided(config, train_gpus=config.train_gpus, rollout_gpus=config.rollout_gpus, train_tp_size=tp)
+        try:
+            check_train_tp(candidate, arch)
+            check_train_tp_allowed(candidate, arch)
+            check_ranks(candidate)
+            check_trainer_memory(candidate, arch)
+        except PlanError as error:
+            rejections.branch(f"train_tp_size={tp}", error)
+        else:
+            fitting.append(choice_of(candidate, arch))
+    return fitting, rejections
+
+
+def choice_of(config: LibraConfig, arch: Architecture) -> Choice:
+    times = expected(config, arch)
+    sizes = (config.train_gpus, config.rollout_gpus, config.train_tp_size)
+    return Choice(*sizes, train_s=times["train_s"], generate_s=times["generate_s"])
