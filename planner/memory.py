@@ -12,11 +12,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FRAGMENTATION = 0.08
 """Share of GPU memory lost to the allocator's fragmentation (the reference planner's `train_mem_frag_rate`)."""
 
-MOMENT_BYTES = 8.0
-"""Adam's two float32 moments of one parameter."""
-
-HOST_BYTES_PER_OFFLOADED_PARAMETER = MOMENT_BYTES + 4.0 + 4.0
-"""Moments, and the float32 copies of parameter and gradient that the host's Adam steps on (megatron-core 0.16.1,
+HOST_BYTES_PER_OFFLOADED_PARAMETER = 4.0 + 8.0 + 4.0
+"""In float32 for the host's Adam: the weight, two moments, and the gradient that came over (megatron-core 0.16.1,
 HybridDeviceOptimizer: `gpu_params_map_cpu_copy`, `cpu_copy_map_grad`)."""
 
 HEAD_CHUNK_BYTES = 256 * 2**20
@@ -35,9 +32,8 @@ def offloaded_share(config: LibraConfig) -> float:
 def trainer_bytes(config: LibraConfig, arch: Architecture) -> dict[str, float]:
     """Terms of one training rank, in bytes, plus "total" and "budget".
 
-    Weights and gradients are split over TP. The distributed optimizer splits its state over DP too: a float32 master copy
-    where weights are bf16, and the moments. Offloading takes moments away, but not the master copy: megatron-core steps on
-    another copy in host memory and writes the result back (DistributedOptimizer, `shard_fp32_from_float16_groups`).
+    Weights and gradients are split over TP. The distributed optimizer splits its state over DP too: float32 moments, and a
+    float32 master copy where weights are bf16. Offloading takes a share of both away (`stages.trainer.offload`).
     """
     tp, width = config.train_tp_size, DTYPE_BYTES[config.train_dtype]
     share = arch.parameters / tp
@@ -46,8 +42,7 @@ def trainer_bytes(config: LibraConfig, arch: Architecture) -> dict[str, float]:
     terms = {
         "weights": share * width,
         "gradients": share * 4.0,
-        "master_weights": own * 4.0 if width < 4 else 0.0,
-        "optimizer": own * MOMENT_BYTES * (1 - offloaded_share(config)),
+        "optimizer": own * (8.0 if width == 4 else 12.0) * (1 - offloaded_share(config)),
         "activations": tokens * activation_bytes_per_token(arch, tp=tp, width=width),
         "head": head_bytes(arch, tokens=tokens, tp=tp, width=width),
         "recompute_logits": recompute_logits_bytes(config, arch),

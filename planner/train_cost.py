@@ -61,7 +61,7 @@ def data_parallel_seconds(config: LibraConfig, arch: Architecture, share: Effici
 def optimizer_seconds(config: LibraConfig, arch: Architecture, share: Efficiency) -> dict[str, float]:
     """Adam reads gradient, master weight and moments, and writes all but the gradient, and the 16-bit weight.
 
-    The offloaded share does the same in host memory, after its gradients came there and before its weights go back.
+    The offloaded share does the same in host memory, while its gradients come there and its weights go back.
     """
     width = DTYPE_BYTES[config.train_dtype]
     own = arch.parameters / config.train_tp_size / data_parallel(config)
@@ -69,7 +69,7 @@ def optimizer_seconds(config: LibraConfig, arch: Architecture, share: Efficiency
     away = offloaded_share(config) * own
     return {
         "optimizer": (own - away) * touched / (config.hardware.gpu_memory_bytes_per_s * share.memory),
-        "optimizer_offload": away * (8.0 / share.host_link_bytes_per_s + 28.0 / share.host_adam_bytes_per_s),
+        "optimizer_offload": away * max(8.0 / share.host_link_bytes_per_s, 28.0 / share.host_adam_bytes_per_s),
     }
 
 
