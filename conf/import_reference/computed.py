@@ -22,7 +22,9 @@ def train_tp(view: Published, name: str) -> Outcome:
 def tp(view: Published, name: str) -> Outcome:
     if view.whole("train_tp_size") > 0:
         return Outcome(Kind.DROPPED, why="train_tp_size overwrote it there as well")
-    return Outcome(Kind.RENAMED, {"train_tp_size": max(1, view.whole(name))})
+    if view.number(name) >= 1:
+        return Outcome(Kind.RENAMED, {"train_tp_size": view[name]})
+    return Outcome(Kind.FIXED, {"train_tp_size": 1}, "less than 1 meant 1")
 
 
 def _train_tp(view: Published) -> int:

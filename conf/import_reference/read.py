@@ -30,7 +30,7 @@ INSTANCES = "heterogeneous_rollout.instances"
 
 @dataclass(frozen=True)
 class Layer:
-    """The keys that one file contributes, before merging. `hardware_config` files appear below their section."""
+    """The keys that one file contributes, before merging. A `hardware_config` file appears below its section."""
 
     file: Path
     tree: Mapping[str, Any]
@@ -40,29 +40,24 @@ class Layer:
 class Source:
     """`settings` maps dotted names to values; an option of rollout instances maps to the list of its values.
 
-    `layers` are the files in the order in which they were merged; the last one is the file that was asked for.
+    `origins` names the file whose value counts. `files` are in the order in which they were merged; the last one is the
+    file that was asked for.
     """
 
     settings: Mapping[str, Any]
-    layers: tuple[Layer, ...]
-
-    @property
-    def file(self) -> Path:
-        return self.layers[-1].file
-
-    def origin(self, name: str) -> Path:
-        """The file whose value of `name` (or of the list that holds it) counts."""
-        path = name.partition("[]")[0].split(".")
-        return next(layer.file for layer in reversed(self.layers) if _holds(layer.tree, path))
+    origins: Mapping[str, Path]
+    files: tuple[Path, ...]
 
 
 def read(file: Path) -> Source:
     """Everything that `file` says, with the files it includes. Raises ImportReferenceError."""
     layers = tuple(_layers(file, ()))
     merged: dict[str, Any] = {}
+    origins: dict[str, Path] = {}
     for layer in layers:
         merged = _merge(merged, layer.tree)
-    return Source(dict(_flat(merged)), layers)
+        origins |= dict.fromkeys((name for name, _ in _flat(layer.tree)), layer.file)
+    return Source(dict(_flat(merged)), origins, tuple(layer.file for layer in layers))
 
 
 def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
@@ -198,14 +193,6 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         below = merged.get(key)
         merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return merged
-
-
-def _holds(tree: Any, path: list[str]) -> bool:
-    for part in path:
-        if not isinstance(tree, Mapping) or part not in tree:
-            return False
-        tree = tree[part]
-    return True
 
 
 def _flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -26,7 +26,7 @@ UNKNOWN_NOTE = (
 
 def report(source: Source, imported: Imported, problems: Sequence[str]) -> str:
     """Several lines, no line break at the end. `problems` are what a launch would still say."""
-    lines = [f"read: {', '.join(layer.file.name for layer in source.layers)}"]
+    lines = [f"read: {', '.join(file.name for file in source.files)}"]
     for kind in Kind:
         entries = [entry for entry in imported.entries if entry.outcome.kind is kind]
         if entries:
@@ -83,5 +83,5 @@ def _shown(entry: Entry) -> str:
 
 def _origin(source: Source, entry: Entry) -> str:
     """The file, when it is not the one that was asked for."""
-    file = source.origin(entry.name)
-    return "" if file == source.file else f"  [{file.name}]"
+    file = source.origins[entry.name]
+    return "" if file == source.files[-1] else f"  [{file.name}]"

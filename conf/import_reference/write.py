@@ -78,7 +78,8 @@ def _comments(imported: Imported) -> Mapping[str, str]:
 
 def _was(entry: Entry, option: str) -> str:
     name = entry.name if option != entry.name else ""
-    value = shown(entry.value) if entry.outcome.kind is Kind.FIXED else ""
+    changed = entry.outcome.kind is Kind.FIXED and entry.value != entry.outcome.to[option]
+    value = shown(entry.value) if changed else ""
     return f"was {' = '.join(part for part in (name, value) if part)}" if name or value else ""
 
 
@@ -99,6 +100,9 @@ def scalar(value: Any, *, literal: bool = True) -> str:
         return "true" if value else "false"
     if isinstance(value, list):
         return f"[{', '.join(scalar(element, literal=literal) for element in value)}]"
+    if isinstance(value, dict):
+        pairs = (f"{scalar(key, literal=literal)}: {scalar(inner, literal=literal)}" for key, inner in value.items())
+        return f"{{{', '.join(pairs)}}}"
     if isinstance(value, float):
         return _float(value)
     if isinstance(value, int):
@@ -128,7 +132,7 @@ def _escaped(found: re.Match[str]) -> str:
 def _text(value: str) -> str:
     if PLAIN.fullmatch(value) and value.lower() not in WORDS:
         return value
-    quoted: str = yaml.safe_dump(value, default_style='"', allow_unicode=True, width=float("inf"))
+    quoted: str = yaml.safe_dump(value, default_style='"', allow_unicode=value.isprintable(), width=float("inf"))
     return quoted.strip()
 
 
