@@ -22,6 +22,7 @@ from launch.tree import HOUSE, Tree
 from planner.allocation import adopt
 from planner.describe import describe
 from planner.search import make_plan
+from planner.validate import start_problems
 from stages.files import wait_for, write_bytes_atomic
 from stages.rundir import RunDir, RunInUseError
 from stages.warmup.key import damage
@@ -46,6 +47,7 @@ def dry_run_text(prepared: Prepared) -> str:
 
     config, plan = prepared.config, prepared.plan
     noted = "".join(f"note       {note}\n" for note in prepared.notes)
+    noted += "".join(f"cannot start yet: {problem}\n" for problem in start_problems(config, prepared.architecture))
     header = f"run directory  {prepared.run_dir}\n{describe(plan)}\n{noted}"
     if config.launch.mode == "local":
         header += "\nlaunch.mode=local starts these stages here. The same run on a Slurm cluster would be this job:\n"
