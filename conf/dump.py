@@ -45,7 +45,7 @@ def dump(config: LibraConfig, sources: Mapping[str, str], section: str = "") -> 
 
 
 def _option(name: str, value: Any, depth: int, source: str) -> Iterator[str]:
-    comment = f"  # {' '.join(source.split())}" if source else ""
+    comment = f"  # {_printable(source)}" if source else ""
     indent = "  " * depth
     if isinstance(value, dict) and value:
         yield f"{indent}{name}:{comment}"
@@ -84,6 +84,11 @@ def _text(text: str) -> str:
         return text
     quoted: str = yaml.safe_dump(text, default_style='"', width=float("inf"), allow_unicode=True)
     return quoted.rstrip("\n")
+
+
+def _printable(source: str) -> str:
+    """A comment ends with its line and takes no control characters: paths may have both."""
+    return "".join(character if character.isprintable() else "?" for character in source)
 
 
 def _escaped(text: str) -> str:

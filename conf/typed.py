@@ -114,7 +114,7 @@ def _scalar(kind: type, value: Any) -> Any:
     """Raises TypeError or OverflowError for what is not a `kind`."""
     if kind is bool:
         return _switch(value)
-    if kind is str and isinstance(value, str):
+    if kind is str and isinstance(value, str) and _is_utf8(value):
         return value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is int and isinstance(value, int) and is_number:
@@ -126,6 +126,11 @@ def _scalar(kind: type, value: Any) -> Any:
     if kind is float and isinstance(value, str):
         return _number(value)
     raise TypeError
+
+
+def _is_utf8(text: str) -> bool:
+    """False for bytes of the command line that are no UTF-8, which Python carries as lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _number(text: str) -> float:

@@ -46,14 +46,22 @@ def _answer(words: Sequence[str]) -> int:
 
         print(help_text(tree))
         return 0
-    if asked.shell_completion and asked.overrides in (["install=bash"], ["uninstall=bash"]):
-        from launch.completion import script
-
-        print(script(asked.overrides[0].removesuffix("=bash")), end="")
-        return 0
-    if asked.hydra_help or asked.info or asked.shell_completion or asked.cfg in ("hydra", "all"):
+    if asked.shell_completion:
+        return _complete(asked.overrides)
+    if asked.hydra_help or asked.info or asked.cfg in ("hydra", "all"):
         return hydra_main(_for_hydra(words, asked, tree))
     return _launch(asked, tree)
+
+
+def _complete(overrides: list[str]) -> int:
+    """The shell text to install completion, or the words that may follow: the line is in the environment, as Hydra has it."""
+    from launch.completion import folder_flags, script
+
+    if overrides in (["install=bash"], ["uninstall=bash"]):
+        print(script(overrides[0].removesuffix("=bash")), end="")
+        return 0
+    asked = parse(folder_flags())
+    return hydra_main([*_folders(tree_at(asked.config_path, asked.config_name, asked.config_dir)), "-sc", *overrides])
 
 
 def _launch(asked: argparse.Namespace, tree: Tree) -> int:
@@ -85,8 +93,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _for_hydra(words: Sequence[str], asked: argparse.Namespace, tree: Tree) -> list[str]:
-    """The same words in an order that Hydra's own parser takes, with folders as it wants them."""
-    flags = [word for word in words if word not in asked.overrides]
-    if asked.config_path:
-        flags += ["--config-path", tree.root, "--config-name", tree.name]
-    return [*asked.overrides, *flags]
+    """The same words in an order that Hydra's own parser takes, with the folders as it wants them."""
+    return [*asked.overrides, *(word for word in words if word not in asked.overrides), *_folders(tree)]
+
+
+def _folders(tree: Tree) -> list[str]:
+    """Hydra would take a relative --config-path from the folder of its caller, and the last of two flags counts."""
+    extra = ["--config-dir", tree.extra] if tree.extra else []
+    return ["--config-path", tree.root, "--config-name", tree.name, *extra]

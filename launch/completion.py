@@ -6,9 +6,13 @@ ours (`launch/wrappers/completion.bash`), and its answers are Hydra's (`--shell-
 
 from __future__ import annotations
 
+import itertools
+import os
 from importlib import resources
 
 UNINSTALL = "libra_completion_uninstall 2> /dev/null\n"
+
+FOLDER_FLAGS = {"-cd": "--config-dir", "-cp": "--config-path", "-cn": "--config-name"}
 
 
 def script(action: str) -> str:
@@ -16,3 +20,15 @@ def script(action: str) -> str:
     if action == "uninstall":
         return UNINSTALL
     return (resources.files("launch") / "wrappers" / "completion.bash").read_text(encoding="utf-8")
+
+
+def folder_flags(line: str = "") -> list[str]:
+    """The flags of the line that is being completed which change where Hydra looks; Hydra reads them in its own line only."""
+    words = (line or os.environ.get("COMP_LINE", "")).split()
+    found: list[str] = []
+    for word, following in itertools.pairwise(words):
+        flag, equals, value = word.partition("=")
+        flag = FOLDER_FLAGS.get(flag, flag)
+        if flag in FOLDER_FLAGS.values():
+            found += [flag, value if equals else following]
+    return found

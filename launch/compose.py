@@ -67,7 +67,7 @@ def _add_files(layers: Layers, loader: Loader, chosen: Sequence[Override]) -> di
     try:
         files, choices = loader.files(chosen)
     except FAILURES as error:
-        layers.problems.append(unlike_hydra(error, loader.groups))
+        layers.problems.append(unlike_hydra(error, loader.groups, lambda name: loader.naming(name, chosen)))
         return {}
     for file in files:
         hidden = loader.shadowed(file.label)

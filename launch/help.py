@@ -33,13 +33,13 @@ usage: python -m launch [+GROUP=CHOICE ...] [OPTION=VALUE ...] [FLAG ...]
 Composes and checks the configuration, plans the run, writes one Slurm job, submits it and follows it.
 
 examples
-  python -m launch +experiment=demo                                      train a small policy on this machine
-  python -m launch +experiment=grpo_7b launch.dry_run=true               plan and job script, nothing is started
-  python -m launch +experiment=grpo_7b train_gpus=16 rollout_gpus=16     another size
-  python -m launch --config-dir MY +experiment=mine cluster=site         your own MY/experiment/mine.yaml, MY/cluster/site.yaml
-  python -m launch -m +experiment=demo seed=1,2,3                        one run for each value
-  python -m launch --config-path RUN launch.run_dir=NEW                  a run again, from its config.yaml
-  python -m launch +experiment=grpo_7b launch.explain=train_tp_size      one option: value, source, range, effect
+  python -m launch +experiment=demo                               train a small policy on this machine
+  python -m launch +experiment=grpo_7b launch.dry_run=true        plan and job script, nothing is started
+  python -m launch +experiment=grpo_7b train_gpus=16              another size
+  python -m launch --config-dir MY +experiment=mine               your own MY/experiment/mine.yaml
+  python -m launch -m +experiment=demo seed=1,2,3                 one run for each value
+  python -m launch --config-path RUN launch.run_dir=NEW           a run again, from its config.yaml
+  python -m launch +experiment=demo launch.explain=batch_size     one option: value, source, range, effect
 """
 FLAGS = """\
 flags

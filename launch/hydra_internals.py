@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,7 +29,7 @@ from hydra._internal.defaults_list import DefaultsList, create_defaults_list
 from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
-from hydra.core.default_element import ResultDefault
+from hydra.core.default_element import GroupDefault, ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
@@ -61,7 +62,8 @@ class Loader:
 
     def __init__(self, root: str, name: str, extra: str) -> None:
         version.setbase(VERSION_BASE)
-        register_schema()
+        # The defaults list wants to find it; types are ours (conf.typed), and the real one takes a third of the time.
+        ConfigStore.instance().store(name=SCHEMA_NAME, node={})
         path = create_config_search_path(root)
         before_schema = SearchPathQuery(provider="schema")
         if root != HOUSE_ROOT:
@@ -78,8 +80,9 @@ class Loader:
         return self._parser.parse_overrides([text])[0]
 
     def search_also(self, overrides: Sequence[Override]) -> None:
-        """Honour `hydra.searchpath`, of the command line or else of the root file."""
-        self._loader._process_config_searchpath(self.name, list(overrides), self._repository)
+        """Honour `hydra.searchpath`, of the command line or else of the root file; ask `missing_folders` afterwards."""
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            self._loader._process_config_searchpath(self.name, list(overrides), self._repository)
 
     def missing_folders(self) -> list[str]:
         """Entries of the search path that do not exist."""
@@ -102,13 +105,12 @@ class Loader:
         A group that the root file lists is overridden, any other is added, whether a plus was typed or not.
         """
         listed = self._defaults([]).overrides.known_choices
+        sound = [_with_sound_prefix(override, listed) for override in overrides]
         try:
-            defaults = self._defaults([_with_sound_prefix(override, listed) for override in overrides])
-        except HydraException:
+            defaults = self._defaults(sound)
+        except HydraException as error:
             # An experiment may list groups of its own, which the root file knows nothing of: then the plus counts as typed.
-            if not any(_with_sound_prefix(override, listed) != override for override in overrides):
-                raise
-            defaults = self._defaults(overrides)
+            defaults = self._defaults_as_typed(overrides, sound, error)
         choices = {group: choice for group, choice in defaults.overrides.known_choices.items() if choice is not None}
         return [self._read(default) for default in defaults.defaults if default.config_path != SCHEMA_NAME], choices
 
@@ -122,6 +124,16 @@ class Loader:
                 return _label(source.full_path(), name)
         return ""
 
+    def naming(self, choice: str, overrides: Sequence[Override]) -> str:
+        """The chosen file whose defaults list names `choice`, which Hydra forgets by the time it looks for it; or ""."""
+        for override in overrides:
+            name = f"{override.key_or_group}/{override.value()}"
+            found = self._repository.load_config(name)
+            listed = (found.defaults_list or []) if found else []
+            if found and any(isinstance(default, GroupDefault) and default.value == choice for default in listed):
+                return _label(found.path, name)
+        return ""
+
     def _defaults(self, overrides: Sequence[Override]) -> DefaultsList:
         return create_defaults_list(
             repo=self._repository,
@@ -131,16 +143,23 @@ class Loader:
             skip_missing=False,
         )
 
+    def _defaults_as_typed(
+        self, overrides: Sequence[Override], sound: Sequence[Override], error: HydraException
+    ) -> DefaultsList:
+        """Raises `error` when that is no better."""
+        if list(overrides) == list(sound):
+            raise error
+        try:
+            return self._defaults(overrides)
+        except HydraException:
+            raise error from None
+
     def _read(self, default: ResultDefault) -> TreeFile:
         assert default.config_path is not None
         found = self._loader._load_single_config(default, self._repository)
         values = OmegaConf.to_container(found.config, resolve=False)
         assert isinstance(values, dict)
         return TreeFile(_label(found.path, default.config_path), {str(key): value for key, value in values.items()})
-
-
-def register_schema() -> None:
-    ConfigStore.instance().store(name=SCHEMA_NAME, node=LibraConfig)
 
 
 def arguments_parser() -> argparse.ArgumentParser:
@@ -155,7 +174,7 @@ def hydra_main(arguments: Sequence[str]) -> int:
     def nothing(_config: Any) -> None:
         """Hydra runs nothing of ours."""
 
-    register_schema()
+    ConfigStore.instance().store(name=SCHEMA_NAME, node=LibraConfig)
     sys.argv[1:] = arguments
     hydra.main(version_base=VERSION_BASE, config_path=HOUSE_ROOT, config_name="config")(nothing)()
     return 0

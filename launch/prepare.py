@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,8 +50,8 @@ class Prepared:
 
     @property
     def notes(self) -> list[str]:
-        """Doubtful choices, said beside the plan."""
-        return notes(self.config)
+        """Doubtful choices, said beside the plan. Judged on a copy: judging a value is not reading it (conf/reads.py)."""
+        return notes(copy.deepcopy(self.config))
 
 
 def prepare(overrides: Sequence[str], tree: Tree = HOUSE, place: Place = default_place) -> Prepared:

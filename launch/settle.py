@@ -16,7 +16,7 @@ from conf.schema import LibraConfig
 from launch import machine
 from launch.compose import Composed
 from launch.sources import COMMAND_LINE
-from stages.warmup.key import cached_policy_path
+from stages.warmup.key import CACHED_POLICY, cached_policy_path
 
 LAUNCHER = "launcher"
 PLANNER = "planner"
@@ -41,9 +41,9 @@ def settle(composed: Composed, place: Place = default_place, environ: Mapping[st
     composed = with_environment(composed, environ)
     config = _without_open_ends(composed.config, composed.choices, place)
     sources = dict(composed.sources)
-    for name, before, _after in changes(composed.config, config):
+    for name, before, after in changes(composed.config, config):
         # A path that only became absolute was still chosen where it was chosen.
-        if before in ("", "auto") or (name == "launch.run_dir" and place is not default_place):
+        if not before or str(Path(before).absolute()) != after:
             sources[name] = LAUNCHER
     return replace(composed, config=config, sources=sources)
 
@@ -81,9 +81,17 @@ def _without_open_ends(config: LibraConfig, choices: Mapping[str, str], place: P
     config = replace(config, launch=launch)
     if config.trace.directory:
         config = replace(config, trace=replace(config.trace, directory=str(Path(config.trace.directory).absolute())))
-    if config.warmup.steps > 0 and not config.model_path:
-        config = replace(config, model_path=str(cached_policy_path(config, Path(launch.cache_dir))))
+    if config.warmup.steps > 0 and (not config.model_path or _is_cached(config)):
+        policy = str(cached_policy_path(config, Path(launch.cache_dir)))
+        tokenizer = "" if config.tokenizer_path == config.model_path else config.tokenizer_path
+        config = replace(config, model_path=policy, tokenizer_path=tokenizer)
     return replace(config, tokenizer_path=config.tokenizer_path or config.model_path)
+
+
+def _is_cached(config: LibraConfig) -> bool:
+    """Is model_path a made policy in the cache, from the config.yaml of an earlier run? Other options may make another."""
+    path = Path(config.model_path)
+    return path.parent == Path(config.launch.cache_dir) and path.name.startswith(CACHED_POLICY)
 
 
 def _default_cache_dir() -> Path:

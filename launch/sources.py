@@ -59,8 +59,8 @@ class Layers:
     def _put(self, name: str, value: Any, source: str, given: str) -> None:
         holder = _holder(name)
         if name in sections():
-            shown = repr(value) if source != COMMAND_LINE else given.partition("=")[2]
-            self.problems.append(f"{name}={shown}: {name} is a group of options; set one of them, {name}.OPTION=VALUE")
+            shown = given if source == COMMAND_LINE else f"{name}={value!r} ({source})"
+            self.problems.append(f"{shown}: {name} is a group of options; set one of them, {name}.OPTION=VALUE")
         elif holder is None:
             self.problems.append(_unknown(name, source, given, self.groups))
         elif holder != name and options()[holder].is_list:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from conf.typed import options, sections
 
@@ -48,20 +48,16 @@ def not_an_assignment(word: str, groups: Groups) -> str:
     return f"{text}{_meant(name, groups)}"
 
 
-def unlike_hydra(error: Exception, groups: Groups) -> str:
-    """One sentence for what Hydra, OmegaConf or PyYAML says about the files."""
+def unlike_hydra(error: Exception, groups: Groups, naming: Callable[[str], str] = lambda choice: "") -> str:
+    """One sentence for what Hydra, OmegaConf or PyYAML says about the files. `naming` finds the file that names a choice."""
     text = " ".join(str(error).split())
     if found := _NOT_FOUND.search(text):
-        where = f"in {found[1]}: " if found[1] else ""
-        return unknown_choice(found[2], found[3], groups, where)
+        file = naming(found[3])
+        return unknown_choice(found[2], found[3], groups, f"{file}: " if file else "")
     if found := _NOT_LISTED.search(text):
-        if not found[1]:
-            return (
-                f"'{found[2]}': no defaults list of the configuration names this group, so there is nothing to override"
-            )
         return (
-            f"{found[1]} overrides the group '{found[2]}', which no defaults list of the configuration names; leave out the"
-            f" word override there, or put '- {found[2]}: CHOICE' into the root file"
+            f"{found[1] or 'the command line'} overrides the group '{found[2]}', which no defaults list of the configuration"
+            f" names; leave out the word override there, or put '- {found[2]}: CHOICE' into the root file"
         )
     if found := _TWICE.search(text):
         return f"the group '{found[1]}' is chosen in two places; say 'override /{found[1]}: CHOICE' in one of the files"

@@ -109,7 +109,7 @@ def _run_all(real: Sequence[Ready]) -> int:
     """One after another; a point that fails does not stop the next, Ctrl-C does."""
     codes, rows = [0], list[tuple[str, str, str]]()
     for done, one in enumerate(real):
-        print(f"{one.point}: {one.prepared.run_dir}", flush=True)
+        print(f"{one.point}:", flush=True)
         try:
             run = pipeline.create_run(one.prepared)
             submission = pipeline.start(run, one.prepared)

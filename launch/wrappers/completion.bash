@@ -3,10 +3,11 @@
 
 _libra_python_before() {
     local rule
-    rule=$(complete -p "$1" 2> /dev/null) || return
-    case "$rule" in *_libra_completion*) return ;; esac
-    rule=${rule#*-F }
-    [ "$rule" = "$1" ] || printf '%s' "${rule%% *}"
+    rule=$(complete -p python 2> /dev/null)
+    case "$rule" in
+        *_libra_completion*) ;;
+        *" -F "*) rule=${rule#* -F } && printf '%s' "${rule%% *}" ;;
+    esac
 }
 
 _libra_completion() {
@@ -17,11 +18,14 @@ _libra_completion() {
     fi
     local typed=${COMP_LINE:0:COMP_POINT}
     typed=${typed#*-m*launch}
-    local word=${typed##*[[:space:]]} choices
+    local word=${typed##*[[:space:]]} choices choice
     # Hydra takes the first word of the line for the name of the command.
     choices=$(COMP_LINE="launch $typed" COMP_POINT=$COMP_POINT "$1" -m launch -sc query=bash 2> /dev/null)
-    local IFS=$' \t\n'
-    COMPREPLY=($(compgen -W "$choices" -- "$word"))
+    COMPREPLY=()
+    # Not compgen -W, which would run what stands in $( ) in a value.
+    while read -r choice; do
+        [[ $choice != "$word"* ]] || COMPREPLY+=("$choice")
+    done <<< "${choices// /$'\n'}"
     # "=" ends a word for readline, also where bash does not; it replaces only what comes after it.
     case "$COMP_WORDBREAKS" in
         *=*) [[ $word != *=* ]] || COMPREPLY=("${COMPREPLY[@]#"${word%=*}="}") ;;
@@ -35,5 +39,5 @@ libra_completion_uninstall() {
     unset -f _libra_completion _libra_python_before libra_completion_uninstall
 }
 
-_LIBRA_PYTHON_BEFORE=${_LIBRA_PYTHON_BEFORE:-$(_libra_python_before python)}
+_LIBRA_PYTHON_BEFORE=${_LIBRA_PYTHON_BEFORE:-$(_libra_python_before)}
 complete -o nospace -o default -F _libra_completion python python3

@@ -14,6 +14,9 @@ from stages.files import list_names
 RECIPE_VERSION = 2
 """Raise it with every change of code that makes another policy from the same options."""
 
+CACHED_POLICY = "policy-"
+"""How the name of every policy in the cache begins."""
+
 
 def warmup_key(config: LibraConfig) -> str:
     """Digest of everything that shapes the policy: architecture, task, warm-up options (with seed), version of the code."""
@@ -29,7 +32,7 @@ def warmup_key(config: LibraConfig) -> str:
 
 def cached_policy_path(config: LibraConfig, cache_dir: Path) -> Path:
     """The HF folder of the policy inside `cache_dir`. It exists only when complete: it gets its name by a rename."""
-    return cache_dir / f"policy-{warmup_key(config)}"
+    return cache_dir / f"{CACHED_POLICY}{warmup_key(config)}"
 
 
 def damage(folder: Path) -> str:

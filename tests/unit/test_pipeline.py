@@ -7,12 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from conf.reads import reads_of
 from launch import machine, pipeline
 from launch.compose import groups
 from launch.errors import ConfigError
+from launch.submission import Submission
 from planner.model import from_model_config
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "dry_run"
@@ -189,3 +193,27 @@ def test_a_cache_that_cannot_be_written_is_named_before_anything_starts(tmp_path
 
     with pytest.raises(ConfigError, match=r"launch\.cache_dir=.*/file/cache"):
         pipeline.warm_up(prepared.config)
+
+
+def test_after_a_run_options_that_nothing_read_are_named_on_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared = pipeline.prepare(["+experiment=demo", "total_steps=5", f"launch.run_dir={tmp_path}/run"])
+    run = pipeline.create_run(prepared)
+    monkeypatch.setattr("launch.follow.follow", lambda run, submission, display: None)
+    monkeypatch.setattr(
+        "launch.unread.warning",
+        lambda run, sources, own_reads: f"unread: {sources['total_steps']}, {'train_gpus' in own_reads}",
+    )
+
+    pipeline.stay(run, cast(Submission, SimpleNamespace(mode="local", job_id="1")), prepared)
+
+    assert "unread: command line, True" in capsys.readouterr().err
+
+
+def test_what_is_only_judged_does_not_count_as_read_by_the_launcher() -> None:
+    prepared = pipeline.prepare(["+experiment=demo"])
+    pipeline.dry_run_text(prepared)
+
+    assert "weights.proof_tolerance" not in reads_of(prepared.config)
+    assert {"train_gpus", "slurm.job_name"} <= reads_of(prepared.config)
