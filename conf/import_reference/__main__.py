@@ -17,7 +17,7 @@ from conf.import_reference.convert import convert
 from conf.import_reference.errors import ImportReferenceError
 from conf.import_reference.groups import choose
 from conf.import_reference.read import read
-from conf.import_reference.report import report
+from conf.import_reference.report import refusal, report
 from conf.import_reference.write import experiment_name, experiment_text, target, write
 
 
@@ -54,8 +54,7 @@ def _import(options: argparse.Namespace) -> int:
         file, name = target(options.out, options.name, options.file)
     imported = choose(convert(source.settings))
     if imported.unknown and not options.lenient:
-        print(report(source, imported, ()), file=sys.stderr)
-        print("\nnothing was written", file=sys.stderr)
+        print(refusal(source, imported), file=sys.stderr)
         return 1
     text = experiment_text(imported, name)
     account = report(source, imported, problems_of(text, name))

@@ -43,6 +43,15 @@ def report(source: Source, imported: Imported, problems: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def refusal(source: Source, imported: Imported) -> str:
+    """The unknown keys alone, for an input that is not imported because of them."""
+    lines = [
+        f"{source.files[-1]}: {len(imported.unknown)} unknown, nothing was written",
+        *_listed(source, imported.unknown),
+    ]
+    return "\n".join((*lines, *UNKNOWN_NOTE))
+
+
 def _listed(source: Source, entries: Iterable[Entry]) -> Iterator[str]:
     return chain.from_iterable(_entry(entry, _origin(source, entry)) for entry in entries)
 
