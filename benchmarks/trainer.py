@@ -55,6 +55,19 @@ MADE_UP = {
 }
 """The shape of Qwen2.5-1.5B."""
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.5b": {},
+    "7b_8_layers": {
+        "num_hidden_layers": 8,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+}
+"""What --shape changes of MADE_UP: layers as wide as those of Qwen2.5-7B, few enough for one GPU and its optimizer."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -74,7 +87,7 @@ def main() -> int:
     with scratch_run(options.run, options.device) as run:
         if options.made_up:
             model, options.step = run.root / "model", 0
-            make_up(run, model)
+            make_up(run, model, MADE_UP | SHAPES[options.shape])
         else:
             model = options.model or run.weights_version(options.step)
         for layout, offload in product(options.layouts, options.offload):
@@ -91,7 +104,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("run", type=Path, nargs="?", help="a run directory; it is read, not changed")
     parser.add_argument("--step", type=int, default=0, help="recorded batch and, without --model, weights version")
     parser.add_argument("--model", type=Path, help="HF folder (default: the run's weights of --step)")
-    parser.add_argument("--made-up", action="store_true", help="random model and batch of a 1.5B shape")
+    parser.add_argument("--made-up", action="store_true", help="random model and batch")
+    parser.add_argument("--shape", default="1.5b", choices=tuple(SHAPES), help="of the model that --made-up makes")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="instead of the one that the run was planned for")
     parser.add_argument("--layouts", nargs="+", default=["1x1"], help="TPxDP")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -142,16 +156,16 @@ def copy_results(given: RunDir, run: RunDir) -> None:
         run.weights_version(version).symlink_to(given.weights_version(version))
 
 
-def make_up(run: RunDir, folder: Path) -> None:
-    """A random model and a batch of SEQUENCES x TOKENS random tokens as batch 0."""
+def make_up(run: RunDir, folder: Path, shape: dict[str, Any]) -> None:
+    """A random model of `shape` (a config.json) and a batch of SEQUENCES x TOKENS random tokens as batch 0."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(MADE_UP))
+    (folder / "config.json").write_text(json.dumps(shape))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(MADE_UP))
+    (folder / "config.json").write_text(json.dumps(shape))
     count = SEQUENCES * TOKENS
     mask = (np.arange(count) % TOKENS >= PROMPT_TOKENS).astype(np.uint8)
     batch = Batch(

@@ -62,18 +62,18 @@ def brute_force(config: LibraConfig, arch: Architecture) -> dict[tuple[int, int,
 
 CASES = st.fixed_dictionaries(
     {
-        "train_gpus": st.integers(1, 12),
-        "rollout_gpus": st.integers(1, 12),
-        "vllm_tp_size": st.sampled_from([1, 1, 2, 4]),
+        "train_gpus": st.sampled_from([1, 2, 3, 4, 6, 8, 12]),
+        "rollout_gpus": st.sampled_from([1, 2, 4, 8, 12]),
+        "vllm_tp_size": st.sampled_from([1, 1, 1, 2]),
         "batch_size": st.sampled_from([4, 64, 512]),
         "n_samples": st.sampled_from([1, 4]),
         "max_model_len": st.sampled_from([512, 4096, 16384]),
         "micro_batch_size": st.sampled_from([1, 2]),
-        "allocation_granularity_gpus": st.sampled_from([1, 1, 2, 4]),
-        "min_train_gpus": st.sampled_from([1, 1, 3]),
-        "min_rollout_gpus": st.sampled_from([1, 1, 2]),
-        "allowed_train_tp": st.sampled_from([[], [], [1, 2], [4], [2, 3]]),
-        "train_comm_compute_ratio_threshold": st.sampled_from([None, None, 0.05, 0.2, 0.5]),
+        "allocation_granularity_gpus": st.sampled_from([1, 1, 1, 2]),
+        "min_train_gpus": st.sampled_from([1, 1, 1, 3]),
+        "min_rollout_gpus": st.sampled_from([1, 1, 1, 2]),
+        "allowed_train_tp": st.sampled_from([[], [], [], [1, 2], [4], [2, 3]]),
+        "train_comm_compute_ratio_threshold": st.sampled_from([None, None, None, 0.05, 0.2, 0.5]),
         "hardware": st.fixed_dictionaries(
             {
                 "gpus_per_node": st.sampled_from([2, 4, 8]),
