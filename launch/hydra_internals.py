@@ -4,7 +4,7 @@ Hydra's `compose` merges everything into one typed node at once: it stops at the
 Here its own parts do the same work up to the merge: `OverridesParser` for the grammar, `create_defaults_list` for the order
 of files and packages, `ConfigLoaderImpl` for the search path and for reading a file into its package. What is used with an
 underscore: `_internal.utils` (`create_config_search_path`, `get_args_parser`), `_internal.config_repository` and
-`_internal.defaults_list`, and of the loader `_process_config_searchpath` and `_load_single_config`; checked with 1.3.2 to
+`_internal.defaults_list`, and of the loader `_process_config_searchpath` and `_load_single_config`; checked with 1.3.2 and
 1.3.8, and setup.cfg keeps Hydra below 1.4.
 """
 
