@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,18 @@ def cases(dtype: str, **more: Any) -> list[dict[str, Any]]:
     return [{"train_dtype": dtype, **offload, **more} for offload in offloads]
 
 
-def run_cases(root: Path, device: str, ranks: int, wanted: list[dict[str, Any]], hidden: int = 32) -> list[Any]:
+def run_cases(
+    root: Path,
+    device: str,
+    ranks: int,
+    wanted: list[dict[str, Any]],
+    hidden: int = 32,
+    learning_rates: Sequence[float] = LEARNING_RATES,
+) -> list[Any]:
     """What every case gave, in a process of its own."""
     make_model(root / "model", hidden)
     make_run(root / "run", device, ranks)
-    work = {"device": device, "ranks": ranks, "cases": wanted, "learning_rates": LEARNING_RATES}
+    work = {"device": device, "ranks": ranks, "cases": wanted, "learning_rates": list(learning_rates)}
     (root / "work.json").write_text(json.dumps(work))
     done = subprocess.run(
         [sys.executable, "-m", "tests.offload_worker", str(root)],

@@ -16,7 +16,11 @@ pytestmark = pytest.mark.gpu
 
 HIDDEN = 512
 """Four million parameters: their state outweighs what the allocator rounds up."""
+LEARNING_RATES = (1e-3, 5e-4, 2e-4)
+"""Small: at 1e-2 the third step of this model already multiplies rounding differences a thousand times."""
 DTYPES = ("float32", "bfloat16")
+TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
+"""Relative: kernels of host and GPU round differently, and so do the steps that follow."""
 STATE_BYTES = {"float32": 8, "bfloat16": 12}
 """Per parameter, of what can be offloaded: Adam's two moments, and for bfloat16 the float32 masters."""
 
@@ -24,7 +28,7 @@ STATE_BYTES = {"float32": 8, "bfloat16": 12}
 def run_on(tmp_path_factory: pytest.TempPathFactory, ranks: int, wanted: list[dict[str, Any]]) -> list[Any]:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} GPUs needed, {torch.cuda.device_count()} found")
-    return run_cases(tmp_path_factory.mktemp("gpu"), "cuda", ranks, wanted, hidden=HIDDEN)
+    return run_cases(tmp_path_factory.mktemp("gpu"), "cuda", ranks, wanted, HIDDEN, LEARNING_RATES)
 
 
 @pytest.fixture(scope="module", params=(1, 2), ids=lambda ranks: f"dp{ranks}")
@@ -44,7 +48,7 @@ def offloaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_offloaded_steps_are_those_of_the_optimizer_on_the_gpu(offloaded: dict[str, list[Any]], dtype: str) -> None:
     plain, *others = offloaded[dtype]
-    tolerance = {"float32": 1e-4, "bfloat16": 5e-3}[dtype]
+    tolerance = TOLERANCE[dtype]
 
     for result in others:
         assert result["losses"] == pytest.approx(plain["losses"], rel=tolerance)
