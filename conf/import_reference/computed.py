@@ -60,22 +60,32 @@ def rollout_tp(view: Published, name: str) -> Outcome:
 
 
 def instance_tp(view: Published, name: str) -> Outcome:
-    sizes = _instance_sizes(view)
     if not view.switch("heterogeneous_rollout.enabled"):
         return Outcome(Kind.DROPPED, why="no effect there either: heterogeneous_rollout.enabled is false")
+    sizes, total = _instance_sizes(view), _instance_gpus(view)
+    gpus = "" if total == view.whole("rollout_gpus") else f"rollout_gpus: the instances had {total} GPUs together"
     if len(sizes) == 1:
-        return Outcome(Kind.RENAMED, {"vllm_tp_size": sizes[0]})
-    why = "rollout instances of different tensor-parallel sizes are not built here yet"
+        return Outcome(Kind.RENAMED, {"vllm_tp_size": sizes[0]}, todo=gpus)
     listed = ", ".join(str(size) for size in sizes) or "nothing that is a whole number"
-    return Outcome(Kind.DROPPED, why=why, todo=f"vllm_tp_size: one size for all instances; they had {listed}")
+    todo = f"vllm_tp_size: one size for all instances; they had {listed}"
+    why = "rollout instances of different tensor-parallel sizes are not built here yet"
+    return Outcome(Kind.DROPPED, why=why, todo=f"{todo}; {gpus}" if gpus else todo)
 
 
 def _instance_sizes(view: Published) -> list[int]:
     """The different TP sizes of the instances that the published system would use."""
     if not view.switch("heterogeneous_rollout.enabled"):
         return []
+    return sorted(set(_tp_of_instances(view)))
+
+
+def _instance_gpus(view: Published) -> int:
+    return sum(_tp_of_instances(view))
+
+
+def _tp_of_instances(view: Published) -> list[int]:
     values = view[INSTANCE_TP]
-    return sorted({value for value in values if type(value) is int} if isinstance(values, list) else ())
+    return [value for value in values if type(value) is int] if isinstance(values, list) else []
 
 
 def context_length(view: Published, name: str) -> Outcome:

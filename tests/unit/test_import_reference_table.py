@@ -236,6 +236,22 @@ def test_equal_instances_give_the_rollout_its_tensor_parallel_size() -> None:
     assert entry(imported, "vllm_tp_size").outcome.kind is Kind.FIXED
 
 
+def test_instances_with_other_gpus_than_rollout_gpus_are_pointed_out() -> None:
+    settings = {"heterogeneous_rollout.enabled": True, "heterogeneous_rollout.instances[].tp": [2, 2]}
+
+    assert "rollout_gpus: the instances had 4 GPUs together" in convert({**settings, "rollout_gpus": 8}).todo
+    assert not any("rollout_gpus" in line for line in convert({**settings, "rollout_gpus": 4}).todo)
+
+
+def test_a_file_that_the_published_system_wrote_itself_is_known_to_the_last_key() -> None:
+    """Its `to_yaml` writes every option with its default."""
+    imported = convert({name: default for name, default in DEFAULTS.items() if default is not None})
+
+    assert imported.unknown == ()
+    assert imported.options["batch_size"] == 32
+    assert imported.options["train_tp_size"] == 1
+
+
 def test_different_instances_leave_the_size_to_the_user() -> None:
     imported = convert({"heterogeneous_rollout.enabled": True, "heterogeneous_rollout.instances[].tp": [1, 4]})
 
