@@ -7,6 +7,7 @@ runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 
 from conf.load import load
 from conf.options import declared
@@ -80,9 +81,11 @@ def warning(run: RunDir, sources: Mapping[str, str], own_reads: Collection[str])
 
 
 def _is_users(source: str) -> bool:
-    """False for the launcher itself and for files of the tree, which are given relative to the project."""
+    """False for the launcher itself, for files of the tree, which are given relative to the project, and for the config.yaml
+    of an earlier run, which names every option; that run has said it."""
     is_of_tree = source.startswith("conf/") and (PROJECT / source).is_file()
-    return source not in NOT_SET and not is_of_tree
+    is_of_run = Path(source).name == "config.yaml" and Path(source).with_name("run.json").is_file()
+    return source not in NOT_SET and not is_of_tree and not is_of_run
 
 
 def _stage_reads(run: RunDir, steps: Iterable[StepSpec]) -> set[str]:

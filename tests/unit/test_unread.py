@@ -62,6 +62,13 @@ def test_what_no_user_set_does_not(tmp_path: Path, source: str) -> None:
     assert warning(run, {"seed": source}, own_reads=()) == ""
 
 
+def test_what_the_configuration_of_an_earlier_run_holds_does_not(tmp_path: Path) -> None:
+    earlier = finished_run(tmp_path / "earlier", LibraConfig(seed=3), {})
+    run = finished_run(tmp_path / "run", LibraConfig(seed=3), all_tasks())
+
+    assert warning(run, {"seed": str(earlier.config_yaml)}, own_reads=()) == ""
+
+
 def test_one_rank_that_reads_it_is_enough(tmp_path: Path) -> None:
     reads = {**all_tasks(), ("trainer", 1): ["seed"]}
     run = finished_run(tmp_path / "run", LibraConfig(seed=3), reads)
