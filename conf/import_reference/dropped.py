@@ -73,10 +73,12 @@ REASONS: dict[str, tuple[str, ...]] = {
     "always on in Libra": ("use_distributed_optimizer", "megatron_grad_reduce_in_fp32"),
     "not used by Libra's trainer, which changes memory and speed but no result": (
         "sequence_parallel",
-        "megatron_recompute_num_layers",
         "megatron_optimizer_pin_cpu_grads",
         "megatron_optimizer_pin_cpu_params",
         "megatron_use_transformer_engine",
+    ),
+    "activations are not recomputed here yet, so that long trajectories need more memory": (
+        "megatron_recompute_num_layers",
     ),
     "there is one pipeline schedule, and it is the one that the published system allowed": (
         "pipeline_schedule",
