@@ -17,21 +17,24 @@ from planner.model import from_model_config
 from planner.plan import Plan
 from planner.search import make_plan
 
+SPLIT = ("train_gpus=8", "rollout_gpus=8", "train_tp_size=4", "vllm_tp_size=1", "micro_batch_size=1")
+
 
 def plan_of(*overrides: str) -> Plan:
-    config = compose(["launch.mode=slurm", *overrides])
+    """The 7B experiment on two nodes of eight GPUs, with TP 4."""
+    config = compose(["+experiment=grpo_7b", "launch.mode=slurm", *SPLIT, *overrides])
     return make_plan(config, from_model_config(config.model))
 
 
 def test_seven_billion_parameters_on_one_node_a_side_fit() -> None:
-    plan = plan_of("+experiment=grpo_7b")
+    plan = plan_of()
 
     assert (plan.layout, plan.train.tp, plan.train.dp, len(plan.rollout.instances)) == ("hetjob", 4, 2, 8)
     assert all(terms["total"] <= terms["budget"] for terms in plan.memory_bytes.values())
 
 
 def test_a_plan_reads_back_from_json() -> None:
-    plan = plan_of("+experiment=grpo_7b")
+    plan = plan_of()
 
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict() | {"run_id": "x"}))) == plan
 
@@ -52,7 +55,7 @@ def test_a_plan_reads_back_from_json() -> None:
 )
 def test_an_impossible_split_names_the_option_to_change(overrides: list[str], wanted: str) -> None:
     with pytest.raises(PlanError, match=wanted.replace(".", r"\.")):
-        plan_of("+experiment=grpo_7b", *overrides)
+        plan_of(*overrides)
 
 
 def test_a_local_run_that_is_too_big_for_the_machine_is_refused() -> None:
@@ -66,11 +69,11 @@ def test_processors_that_a_node_does_not_have_are_refused_before_the_job_is_writ
     few = ["hardware.gpus_per_node=4", "hardware.cpus_per_node=4", "train_tp_size=2", "vllm_tp_size=1"]
 
     with pytest.raises(PlanError, match=r"wants 5 processors .* available hardware\.cpus_per_node=4"):
-        plan_of("+experiment=grpo_7b", *few, "train_gpus=4", "rollout_gpus=4")
+        plan_of(*few, "train_gpus=4", "rollout_gpus=4")
 
 
 def test_a_plan_that_is_not_the_best_known_says_what_grp_would_choose() -> None:
-    plan = plan_of("+experiment=grpo_7b", "train_gpus=8", "rollout_gpus=24", "train_tp_size=4")
+    plan = plan_of("train_gpus=8", "rollout_gpus=24", "train_tp_size=4")
 
     assert plan.alternative is not None
     assert plan.alternative.step_s < plan.predicted["step_s"]
@@ -78,7 +81,7 @@ def test_a_plan_that_is_not_the_best_known_says_what_grp_would_choose() -> None:
 
 
 def test_a_plan_that_is_the_best_known_says_nothing_of_grp() -> None:
-    best = plan_of("+experiment=grpo_7b", "train_gpus=8", "rollout_gpus=24").alternative
+    best = plan_of("train_gpus=8", "rollout_gpus=24").alternative
     assert best is not None
     given = [
         f"train_gpus={best.train_gpus}",
@@ -86,14 +89,14 @@ def test_a_plan_that_is_the_best_known_says_nothing_of_grp() -> None:
         f"train_tp_size={best.train_tp_size}",
     ]
 
-    plan = plan_of("+experiment=grpo_7b", *given)
+    plan = plan_of(*given)
 
     assert plan.alternative is None
     assert "would choose" not in describe(plan)
 
 
 def test_rejected_branches_carry_a_reason() -> None:
-    plan = plan_of("+experiment=grpo_7b")
+    plan = plan_of()
 
     assert {cut.branch for cut in plan.rejected} == {"train_tp_size=1", "train_tp_size=8"}
     assert re.search(
@@ -102,7 +105,7 @@ def test_rejected_branches_carry_a_reason() -> None:
 
 
 def test_the_description_says_what_the_times_assume() -> None:
-    text = describe(plan_of("+experiment=grpo_7b"))
+    text = describe(plan_of())
 
     assert "every trajectory counted with max_model_len tokens" in text
     assert "hardware bounds" in text
