@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conf.import_reference.rules import Kind, Outcome, Published, Rule, same
+from conf.import_reference.rules import OPTIONS, Kind, Outcome, Published, Rule, same
 
 PLANNER = "global_resource_planner"
 INSTANCE_TP = "heterogeneous_rollout.instances[].tp"
@@ -134,7 +134,9 @@ def sync_interval(view: Published, name: str) -> Outcome:
 
 
 def kept_versions(view: Published, name: str) -> Outcome:
-    """There it is the number of weight folders that the trainer leaves in sync_path."""
+    """There it is the number of weight folders in sync_path, which are also what it calls checkpoints."""
+    if name in OPTIONS:
+        return same(view, name)
     versions = max(2, view.whole(name))
     if versions == view.number(name):
         return Outcome(Kind.RENAMED, {"weights.keep_versions": versions})

@@ -7,7 +7,7 @@ needs is not built here yet (then the sentence is that of `conf/pending.py` wher
 from __future__ import annotations
 
 from conf.import_reference.published import DEFAULTS
-from conf.import_reference.rules import Kind, Outcome, Published, Rule, drop
+from conf.import_reference.rules import OPTIONS, Kind, Outcome, Published, Rule, drop
 from conf.pending import pending
 
 PLANNER = "global_resource_planner"
@@ -22,7 +22,11 @@ SCHEDULING = (
 NCCL = "weights travel through files in the run directory; NCCL and HCCL transport are not built here"
 SERVERS = "Libra starts, watches and stops its vLLM servers itself"
 AGENTS = "workflows with tools are not built here yet"
-CHECKPOINTS = "every published version of the weights is a HF folder; checkpoints to resume from are not built here yet"
+CHECKPOINTS = (
+    "checkpoints have Libra's own form; every published version of the weights is a HF folder as well"
+    if "save_interval" in OPTIONS
+    else "every published version of the weights is a HF folder; checkpoints to resume from are not built here yet"
+)
 SIMULATORS = "Libra predicts from the bounds of the hardware; it calls no external simulator"
 TRACING = (
     "spans of all roles are written when phase_trace_enabled is true; `python -m traces export` makes the Chrome trace"

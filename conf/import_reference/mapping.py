@@ -11,7 +11,7 @@ from typing import Any
 
 from conf.import_reference import computed
 from conf.import_reference.dropped import DROPPED
-from conf.import_reference.rules import Rule, at_least, one_of, only, same, timeout, to
+from conf.import_reference.rules import OPTIONS, Rule, at_least, one_of, only, same, timeout, to
 
 PLANNER = "global_resource_planner"
 
@@ -146,7 +146,11 @@ MAPPED: dict[str, Rule] = {
     **_below("model_arch", MODEL_ARCH),
 }
 
-TABLE: dict[str, Rule] = {**MAPPED, **DROPPED}
+DEPRECATED = frozenset({f"{PLANNER}.elastic_hybrid_max_workers"})
+FOLLOWED: dict[str, Rule] = {name: same for name in DROPPED if name in OPTIONS and name not in DEPRECATED}
+"""Options that Libra has come to declare under the published name since the reasons were written."""
+
+TABLE: dict[str, Rule] = {**DROPPED, **FOLLOWED, **MAPPED}
 """By published name."""
 
 WRITTEN_DEFAULTS = (

@@ -126,9 +126,15 @@ def test_an_option_has_one_reason_to_be_dropped_and_is_not_mapped_as_well() -> N
 
 def test_no_option_that_libra_has_under_the_same_name_is_dropped_by_the_table() -> None:
     """When something gets built and its option declared, the importer has to follow."""
-    deprecated = {"global_resource_planner.elastic_hybrid_max_workers"}
+    static = {name for name in DROPPED if TABLE[name] is DROPPED[name]}
 
-    assert (set(DROPPED) - set(MAPPED)) & set(OPTIONS) == deprecated
+    assert static & set(OPTIONS) == {"global_resource_planner.elastic_hybrid_max_workers"}
+
+
+def test_weight_folders_are_kept_as_checkpoints_or_as_versions() -> None:
+    option = "keep_latest_checkpoints" if "keep_latest_checkpoints" in OPTIONS else "weights.keep_versions"
+
+    assert convert({"keep_latest_checkpoints": 7}).options[option] == 7
 
 
 def test_constants_of_the_published_engine_are_options_here() -> None:
@@ -177,7 +183,6 @@ def test_what_is_not_built_is_dropped_with_the_sentence_of_its_capability(name: 
         ({"hardware.bw_intra_node": 1.5e11}, Kind.RENAMED, "hardware.link_bytes_per_s", 1.5e11),
         ({"gpus_per_node_override": 4}, Kind.RENAMED, "hardware.gpus_per_node", 4),
         ({"phase_trace_dir": "t"}, Kind.RENAMED, "trace.directory", "t"),
-        ({"keep_latest_checkpoints": 1}, Kind.FIXED, "weights.keep_versions", 2),
         ({"megatron_optimizer_cpu_offload": True}, Kind.FIXED, "megatron_optimizer_cpu_offload", False),
     ],
 )
