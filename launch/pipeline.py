@@ -21,6 +21,7 @@ from launch.prepare import Prepared, check_machine, complete, prepare, settled
 from launch.tree import HOUSE, Tree
 from planner.allocation import adopt
 from planner.describe import describe
+from planner.errors import PlanError
 from planner.search import make_plan
 from planner.validate import start_problems
 from stages.files import wait_for, write_bytes_atomic
@@ -50,10 +51,14 @@ def dry_run_text(prepared: Prepared) -> str:
     noted += "".join(f"cannot start yet: {problem}\n" for problem in start_problems(config, prepared.architecture))
     header = f"run directory  {prepared.run_dir}\n{describe(plan)}\n{noted}"
     if config.launch.mode == "local":
-        header += "\nlaunch.mode=local starts these stages here. The same run on a Slurm cluster would be this job:\n"
+        header += "\nlaunch.mode=local starts these stages here. The same run on a Slurm cluster would be "
         config = replace(config, launch=replace(config.launch, mode="slurm"))
-        plan = make_plan(config, prepared.architecture)
+        try:
+            plan = make_plan(config, prepared.architecture)
+        except PlanError as error:
+            return f"{header}refused: {error}\n"
         config = adopt(config, plan)
+        header += "this job:\n"
     return f"{header}\n# ---- job.sbatch ----\n{render_job(config, plan, prepared.run_dir)}"
 
 
