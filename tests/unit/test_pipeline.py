@@ -202,7 +202,8 @@ def test_what_is_only_judged_does_not_count_as_read_by_the_launcher() -> None:
 
 
 def test_a_dry_run_of_a_local_run_that_no_cluster_would_take_says_why() -> None:
-    text = dry("+experiment=demo", "train_gpus=3", "slurm.controller_cpus=2")
+    overrides = ["+experiment=demo", "train_gpus=3", "slurm.controller_cpus=2", "launch.run_dir=/runs/x"]
+    text = pipeline.dry_run_text(pipeline.prepare(overrides))
 
     assert "The same run on a Slurm cluster would be refused: a node of train_gpus=3" in text
     assert "job.sbatch" not in text
