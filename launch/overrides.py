@@ -72,9 +72,17 @@ def _parsed(text: str, loader: Loader, problems: list[str]) -> Override | None:
         return loader.parse(text)
     except FAILURES as error:
         reason = " ".join(str(error.__cause__ or error).split("See https:")[0].split())
-        quoted = value.replace("'", "").replace('"', "")
-        problems.append(f"'{text}' cannot be read ({reason}); put the value in quotes: '{key}=\"{quoted}\"'")
+        problems.append(f"'{text}' cannot be read ({reason}); put the value in quotes: '{key}={_quoted(value)}'")
         return None
+
+
+def _quoted(value: str) -> str:
+    """`value` in double quotes; each element of it when it is meant as a list."""
+    bare = value.replace("'", "").replace('"', "")
+    if bare.startswith("[") and bare.endswith("]"):
+        elements = (element.strip() for element in bare[1:-1].split(","))
+        return "[" + ",".join(f'"{element}"' for element in elements) + "]"
+    return f'"{bare}"'
 
 
 def _problem(override: Override, loader: Loader) -> str:

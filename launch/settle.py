@@ -66,7 +66,7 @@ def with_environment(composed: Composed, environ: Mapping[str, str]) -> Composed
 def changes(before: LibraConfig, after: LibraConfig) -> Iterator[tuple[str, Any, Any]]:
     """(dotted name, value before, value after) of every option that differs."""
     for (name, _, old), (_, _, new) in zip(walk(before), walk(after), strict=True):
-        if old != new:
+        if old is not new and old != new:  # a number that is none differs from itself
             yield name, old, new
 
 
