@@ -184,6 +184,19 @@ class LibraConfig:
         reason="bounds the memory of the logits",
     )
     total_steps: int = option(100, effect="Optimizer steps of the run", unit="steps", minimum=0)
+    save_interval: int = option(
+        10,
+        effect="Optimizer steps between checkpoints to resume from; 0 saves one only when the run is asked to stop",
+        unit="steps",
+        minimum=0,
+    )
+    keep_latest_checkpoints: int = option(
+        2,
+        effect="Newest checkpoints that are kept, and with them the batches that were trained since",
+        unit="checkpoints",
+        minimum=1,
+        reason="one may turn out to be damaged",
+    )
     learning_rate: float = option(1e-6, effect="Peak learning rate", unit="per step", minimum=0.0)
     temperature: float = option(1.0, effect="Sampling temperature of rollouts", unit="factor", minimum=0.01)
     top_p: float = option(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from stages.rundir import RunDir
+from stages.rundir import STAMPS, RunDir
 
+MANIFEST_FILE = "manifest.json"
 TENSORS_FILE = "batch.safetensors"
 LOGPROB_SLACK = 1e-4  # vLLM's log-softmax may end a rounding error above 0
 
@@ -196,14 +197,15 @@ def write_batch(run: RunDir, step: int, batch: Batch, **extra: object) -> BatchM
     return manifest
 
 
-def read_batch(run: RunDir, step: int) -> tuple[Batch, BatchManifest] | None:
+def read_batch(run: RunDir, step: int, *, own: bool = False) -> tuple[Batch, BatchManifest] | None:
     """The batch of optimizer step `step`; None when it is not published yet.
 
+    With `own`, one that an older attempt left counts only once this attempt's controller took it over (`adopt_batch`).
     Raises BatchError when the files are not what the manifest says: size, digest, schema, counts, step.
     """
     if step not in run.published_batches():
         return None
-    record = run.manifest(run.batch(step))
+    record = run.read(run.batch(step) / MANIFEST_FILE, any_attempt=not own)
     if record is None:
         return None
     path = run.batch(step) / TENSORS_FILE
@@ -214,6 +216,21 @@ def read_batch(run: RunDir, step: int) -> tuple[Batch, BatchManifest] | None:
     if found != wanted:
         raise BatchError(f"{path}: (step, sequences, tokens, response tokens) is {found}, its manifest says {wanted}")
     return batch, manifest
+
+
+def adopt_batch(run: RunDir, step: int) -> BatchManifest | None:
+    """Take over a batch that an older attempt wrote, as it is, when all of it is sound; a batch of this attempt stays as it is.
+
+    None when there is none. Raises BatchError for a damaged one. Only the controller may call this.
+    """
+    found = read_batch(run, step)
+    if found is None:
+        return None
+    record, manifest = found[1].extra, found[1]
+    manifest = replace(manifest, extra={key: value for key, value in record.items() if key not in STAMPS})
+    if record["attempt"] != run.attempt:
+        run.write(run.batch(step) / MANIFEST_FILE, manifest.to_dict())
+    return manifest
 
 
 def _read_checked(path: Path, manifest: BatchManifest) -> bytes:

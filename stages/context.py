@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,11 @@ from conf.schema import LibraConfig
 from planner.plan import Plan
 from stages.files import read_json
 from stages.rundir import FencedError, RunDir, RunNotFoundError
+from stages.stopping import StopRequest, read_stop_request
 from traces.recorder import Recorder
+
+STOP_LOOK_S = 0.2
+"""How often stop.json is looked for, at most; the waits that ask for it poll faster than a shared filesystem likes."""
 
 
 class StoppedError(RuntimeError):
@@ -36,6 +41,16 @@ class StageContext:
     local_rank: int
     recorder: Recorder
     stop: threading.Event = field(default_factory=threading.Event)
+    _stop_request: StopRequest | None = field(default=None, repr=False)
+    _stop_looked_s: float = field(default=float("-inf"), repr=False)
+
+    def stop_request(self) -> StopRequest | None:
+        """What the supervisor asked this attempt to do before it ends it; None when it did not, as of STOP_LOOK_S ago."""
+        now_s = time.monotonic()
+        if self._stop_request is None and now_s - self._stop_looked_s >= STOP_LOOK_S:
+            self._stop_looked_s = now_s
+            self._stop_request = read_stop_request(self.run)
+        return self._stop_request
 
     def check_stop(self) -> None:
         """Raise StoppedError once the stage was asked to stop; pass it as `check` to `stages.files.wait_for`."""

@@ -30,8 +30,11 @@ from stages.files import (
 )
 
 SCHEMA_VERSION = 1
+STAMPS = frozenset({"run_id", "attempt", "sequence", "writer"})
+"""Keys that RunDir.write adds to every record."""
 _VERSION_NAME = re.compile(r"^v(\d{6,})$")
 _STEP_NAME = re.compile(r"^step_(\d{6,})$")
+_LEDGER_NAME = re.compile(r"^attempt_(\d{3,})(?:\.([1-9]\d*))?\.jsonl$")
 
 
 class RunDirectoryError(ValueError):
@@ -172,6 +175,21 @@ class RunDir:
         return self.attempt_dir / "submission.json"
 
     @property
+    def attempt_json(self) -> Path:
+        """Written once by whoever starts the attempt: job id, reason, the step it resumes from."""
+        return self.attempt_dir / "attempt.json"
+
+    @property
+    def stop_json(self) -> Path:
+        """Written by the supervisor only: the request to end with a checkpoint (`stages.stopping`)."""
+        return self.attempt_dir / "stop.json"
+
+    @property
+    def start_json(self) -> Path:
+        """Written by the trainer when it is ready to train: the step that this attempt starts from, and from what."""
+        return self.attempt_dir / "start.json"
+
+    @property
     def events_jsonl(self) -> Path:
         """Written by the supervisor only: one line for each start, exit, decision."""
         return self.attempt_dir / "events.jsonl"
@@ -243,9 +261,17 @@ class RunDir:
     def ledger(self) -> Path:
         return self.root / "ledger"
 
+    def ledger_jsonl(self, attempt: int, restart: int = 0) -> Path:
+        """Written by the controller of `attempt`; `restart` counts its restarts within it."""
+        return self.ledger / f"attempt_{attempt:03d}{f'.{restart}' if restart else ''}.jsonl"
+
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        """The trainer's state after `step` optimizer steps."""
+        return self.checkpoints / f"step_{step:06d}"
 
     # ---- records -----------------------------------------------------------------------------------------------
 
@@ -312,6 +338,14 @@ class RunDir:
 
     def published_batches(self) -> list[int]:
         return [int(m[1]) for name in list_names(self.batches) if (m := _STEP_NAME.match(name))]
+
+    def published_checkpoints(self) -> list[int]:
+        return [int(m[1]) for name in list_names(self.checkpoints) if (m := _STEP_NAME.match(name))]
+
+    def ledger_files(self) -> list[tuple[int, int]]:
+        """(attempt, restart) of every ledger file, in the order in which they were written."""
+        found = (_LEDGER_NAME.match(name) for name in list_names(self.ledger))
+        return sorted((int(m[1]), int(m[2] or 0)) for m in found if m)
 
     def manifest(self, directory: Path) -> dict[str, Any] | None:
         """The commit record of a published directory of this run, from any attempt; None when it does not exist."""

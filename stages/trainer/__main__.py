@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stages.batches import BatchError
+from stages.checkpoint.errors import CheckpointError
 from stages.context import StoppedError, open_context
 from stages.files import DamagedRecordError
 from stages.process import install_stop_handlers
@@ -39,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     except StoppedError as stopped:
         print(stopped, file=sys.stderr)
         return 1
-    except (RunDirectoryError, DamagedRecordError, BatchError, ModelError) as mistake:
+    except (RunDirectoryError, DamagedRecordError, BatchError, ModelError, CheckpointError) as mistake:
         print(f"{type(mistake).__name__}: {mistake}", file=sys.stderr)
         return 2
     return 0

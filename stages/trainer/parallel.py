@@ -62,11 +62,11 @@ class RankGrid:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def any_rank(self, flag: bool) -> bool:
-        """True on every rank when `flag` is true on at least one; collective over all ranks."""
-        value = torch.tensor([int(flag)], dtype=torch.int32, device=self.device)
+    def highest(self, number: int) -> int:
+        """The largest of all ranks' numbers, on every rank; collective over all ranks."""
+        value = torch.tensor([number], dtype=torch.int32, device=self.device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return bool(value.item())
+        return int(value.item())
 
 
 @dataclass(frozen=True)

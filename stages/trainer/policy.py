@@ -50,13 +50,17 @@ class Policy:
     grid: RankGrid
 
     @classmethod
-    def load(cls, folder: Path, config: LibraConfig, grid: RankGrid) -> Policy:
-        """Read a HF folder. Raises the ValueErrors of `stages.trainer.architecture` and `stages.trainer.hf_weights`."""
+    def load(cls, folder: Path, config: LibraConfig, grid: RankGrid, *, read_weights: bool = True) -> Policy:
+        """Read a HF folder; without its weights, all parameters hold anything until a checkpoint is restored.
+
+        Raises the ValueErrors of `stages.trainer.architecture` and `stages.trainer.hf_weights`.
+        """
         architecture = read_architecture(read_config(folder))
         check_tensor_parallel(architecture, grid.tp)
         built_on = build_device(config, grid.device)
         model = build_model(architecture, tp=grid.tp, dtype=DTYPES[config.train_dtype], device=built_on)
-        load_weights(model, folder, architecture, grid)
+        if read_weights:
+            load_weights(model, folder, architecture, grid)
         model.to(grid.device)
         return cls(architecture, TrainableModel.wrap(model, config, grid), config, grid)
 

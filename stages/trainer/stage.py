@@ -1,19 +1,25 @@
-"""The trainer's run: load, publish version 0, then train each batch that appears and publish what comes of it."""
+"""The trainer's run: load, publish what was loaded, then train each batch that appears and publish what comes of it."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from stages.batches import Batch, read_batch
+from stages.checkpoint.load import steps_to_try
+from stages.checkpoint.over import is_over, nothing_left
 from stages.context import StageContext, StoppedError
 from stages.files import wait_for
+from stages.stopping import StopRequestedError
+from stages.trainer.checkpoints import Checkpoints
 from stages.trainer.consumption import check_consumable
 from stages.trainer.hf_weights import export_shards
 from stages.trainer.parallel import RankGrid, TrainerRanks, batch_timeout_s, connected
@@ -33,17 +39,31 @@ SYNCS = {"restart": request_refresh}
 """By rollout_weight_sync_mode."""
 
 
+class Wish(IntEnum):
+    """What a rank was asked to do; of several ranks' the highest counts."""
+
+    GO_ON = 0
+    CHECKPOINT = 1
+    LEAVE = 2
+
+
 def run(context: StageContext) -> dict[str, Any]:
-    """Train total_steps batches. Raises StoppedError, on all ranks at the same step, when one of them was asked to stop."""
+    """Train until total_steps, from the newest checkpoint when there is one.
+
+    Raises StoppedError, on all ranks at the same step, when one of them was asked to leave; a stop request ends it with a
+    checkpoint and the result {"stopped_at": step, "checkpoint": step of the newest one}.
+    """
     set_threads(context)
     with ExitStack() as stack:
         with context.recorder.span("set_up"):
             grid = stack.enter_context(connected(context, tp=context.plan.train.tp))
+            saved = steps_to_try(context.run, TrainerRanks(grid))
             with context.recorder.span("load_model"):
-                load = BACKENDS[context.config.train_backend]
-                policy = load(Path(context.config.model_path), context.config, grid)
-        print(f"{policy.architecture.name} loaded: tp {grid.tp}, dp {grid.dp}, {grid.device}", flush=True)
-        return Trainer(context, policy, grid).run()
+                policy = Policy.load(Path(context.config.model_path), context.config, grid, read_weights=not saved)
+            print(f"{policy.architecture.name} loaded: tp {grid.tp}, dp {grid.dp}, {grid.device}", flush=True)
+            checkpoints = Checkpoints(context, policy, grid)
+            step = checkpoints.resume(saved)
+        return Trainer(context, policy, grid, checkpoints, step).run()
 
 
 def set_threads(context: StageContext) -> None:
@@ -55,36 +75,74 @@ def set_threads(context: StageContext) -> None:
 
 @dataclass
 class Trainer:
-    """All ranks run this in step; rank 0 alone talks to the instances and writes records."""
+    """All ranks run this in step; rank 0 alone talks to the instances and writes records.
+
+    `step` counts the optimizer steps behind the present weights, so it is also their version.
+    """
 
     context: StageContext
     policy: Policy
     grid: RankGrid
+    checkpoints: Checkpoints
+    step: int = 0
     last_probe: Probe | None = None
     told_of_blindness: bool = False
 
     def run(self) -> dict[str, Any]:
-        """Returns the number of steps trained."""
-        total_steps = self.context.config.total_steps
-        self._refresh(version=0, seconds=dict.fromkeys(SECONDS, 0.0))
-        for step in range(total_steps):
-            with self.context.recorder.span("step", step=step, version=step):
-                self._train(step)
-        self._leave_together()
-        return {"steps": total_steps}
+        """Returns the number of steps that the weights have behind them."""
+        if is_over(self.context.run, self.context.config, self.step):
+            return self._nothing_left()
+        try:
+            self._train_all()
+        except StopRequestedError:
+            return self._end_with_checkpoint()
+        return {"steps": self.step}
 
-    def _train(self, step: int) -> None:
+    def _train_all(self) -> None:
+        self._refresh(self.step, seconds=dict.fromkeys(SECONDS, 0.0))
+        while self.step < self.context.config.total_steps:
+            started_s = time.monotonic()
+            with self.context.recorder.span("step", step=self.step, version=self.step):
+                self._train()
+            self.checkpoints.took_step(time.monotonic() - started_s)
+            self.checkpoints.save_when_due(self.step)
+        self._agree_to_go_on()
+
+    def _nothing_left(self) -> dict[str, Any]:
+        message = nothing_left(self.context.config, self.step)
+        if self.grid.is_first:
+            print(message, flush=True)
+        return {"steps": self.step, "message": message}
+
+    def _end_with_checkpoint(self) -> dict[str, Any]:
+        """What has been trained since the last checkpoint is saved; a save that fails here is an error."""
+        request = self.context.stop_request()
+        if self.grid.is_first and request is not None:
+            print(f"asked to stop ({request.reason}) at step {self.step}", flush=True)
+        self.checkpoints.save(self.step)
+        return {"stopped_at": self.step, "checkpoint": self.checkpoints.saved_step}
+
+    def _train(self) -> None:
         """Optimizer step `step`: batch `step` with version `step` of the weights, into version `step + 1`."""
-        seconds = dict.fromkeys(SECONDS, 0.0)
+        step, seconds = self.step, dict.fromkeys(SECONDS, 0.0)
         with self._timed("wait_for_batch", seconds):
             batch = self._next_batch(step)
             self.context.recorder.flow_end("batch", step)
         result = self.update(batch, step, seconds)
-        if self._is_published(step + 1):
-            self._refresh(step + 1, seconds)
-        if self.grid.is_first:
+        self.step = step + 1
+        if self.step == self.context.config.total_steps:
+            # Before the last version is served: the run is declared over soon after, and then nobody waits long for this.
+            self.checkpoints.save_when_due(self.step)
+        try:
+            if self._is_published(self.step):
+                self._refresh(self.step, seconds)
+        except StopRequestedError:
+            # The step is taken, although the wait for its version was cut short.
             self._write_receipt(step, batch, result, seconds)
-            collect(self.context)
+            raise
+        self._write_receipt(step, batch, result, seconds)
+        if self.grid.is_first:
+            collect(self.context, batches_before=self.checkpoints.first_needed_batch(self.step))
 
     def update(self, batch: Batch, step: int, seconds: dict[str, float]) -> UpdateResult:
         """Proximal log-probs when recompute_logprobs says so, then the GRPO update."""
@@ -106,24 +164,33 @@ class Trainer:
         """
         run, limit_s = self.context.run, batch_timeout_s(self.context.config, step)
         found = None
-        try:
+        with suppress(StoppedError, StopRequestedError):
             found = wait_for(
-                lambda: read_batch(run, step),
+                lambda: read_batch(run, step, own=True),
                 deadline_s=limit_s,
                 awaited=str(run.batch(step)),
                 from_whom="the controller",
-                check=self.context.check_stop,
+                check=self._check_wishes,
             )
-        except StoppedError:
-            self.context.stop.set()
-        self._leave_together()
+        self._agree_to_go_on()
         assert found is not None
         check_consumable(found[0], step, self.context.config, self.policy.architecture.vocab_size)
         return found[0]
 
-    def _leave_together(self) -> None:
-        if self.grid.any_rank(self.context.stop.is_set()):
+    def _check_wishes(self) -> None:
+        """Ends a wait of this rank alone; what all do is agreed afterwards."""
+        self.context.check_stop()
+        if self.context.stop_request() is not None:
+            raise StopRequestedError(f"{self.context.name} was asked to end with a checkpoint")
+
+    def _agree_to_go_on(self) -> None:
+        """Collective. Raises StoppedError, else StopRequestedError, on all ranks when one of them was asked to."""
+        requested = Wish.GO_ON if self.context.stop_request() is None else Wish.CHECKPOINT
+        wish = self.grid.highest(Wish.LEAVE if self.context.stop.is_set() else requested)
+        if wish == Wish.LEAVE:
             raise StoppedError("a trainer rank was asked to stop")
+        if wish == Wish.CHECKPOINT:
+            raise StopRequestedError("a trainer rank was asked to end with a checkpoint")
 
     def _is_published(self, version: int) -> bool:
         config = self.context.config
@@ -137,14 +204,12 @@ class Trainer:
                 if version:
                     self.context.recorder.flow_end("step", version - 1)
                 self.context.recorder.flow_start("version", version)
-        is_served = True
         if self.grid.is_first:
             with self._timed("wait_acks", seconds, version=version):
-                is_served = self._wait_acks(manifest, seconds["publish_weights"])
+                self._wait_acks(manifest, seconds["publish_weights"])
             self._say_when_the_proof_is_blind(manifest)
         # The other ranks stay here, so that their clocks for the next batch do not run while instances load or start.
-        if self.grid.any_rank(not is_served):
-            raise StoppedError(f"the trainer was asked to stop before version {version} was served")
+        self._agree_to_go_on()
 
     def _publish(self, version: int) -> Manifest:
         config = self.context.config
@@ -185,6 +250,8 @@ class Trainer:
             )
 
     def _write_receipt(self, step: int, batch: Batch, result: UpdateResult, seconds: dict[str, float]) -> None:
+        if not self.grid.is_first:
+            return
         receipt = {"step": step, "version": step + 1, "tokens": batch.num_tokens, "seconds": seconds, **asdict(result)}
         self.context.run.write(self.context.run.batch(step) / "trained.json", receipt)
 

@@ -30,16 +30,17 @@ class Collected:
     leftovers: tuple[str, ...]
 
 
-def collect(context: StageContext) -> Collected:
+def collect(context: StageContext, *, batches_before: int | None = None) -> Collected:
     """Delete old weight versions, trained batches and refresh records of a run, within the limits of its configuration.
 
     Kept whatever their age: versions that an instance leases, that LATEST.json names, that a request waits for; batches
-    without a receipt. ACK files are never deleted: they are small, and the proof of what was served when.
+    without a receipt, or from step `batches_before` on (a checkpoint may want to train them again). ACK files are never
+    deleted: they are small, and the proof of what was served when.
     """
     run, options = context.run, context.config.weights
     return Collected(
         versions=_collect_versions(run, options.keep_versions),
-        batches=_collect_batches(run, options.keep_batches),
+        batches=_collect_batches(run, options.keep_batches, batches_before),
         records=_collect_records(run, options),
         leftovers=tuple(
             name
@@ -47,6 +48,20 @@ def collect(context: StageContext) -> Collected:
             for name in sweep_leftovers(run, folder)
         ),
     )
+
+
+def drop_versions(run: RunDir, newer_than: int) -> tuple[int, ...]:
+    """Delete the versions that an older attempt published beyond the step that training now goes on from.
+
+    LATEST.json goes first when it names one of them: a pointer is missing rather than wrong. Leases of older attempts are void.
+    """
+    beyond = tuple(sorted(version for version in run.published_versions() if version > newer_than))
+    latest = run.read(run.latest_json, any_attempt=True)
+    if latest is not None and latest["version"] > newer_than:
+        run.check_fence()
+        run.latest_json.unlink()
+    _remove(run, (run.weights_version(version) for version in beyond))
+    return beyond
 
 
 def sweep_leftovers(run: RunDir, folder: Path) -> tuple[str, ...]:
@@ -98,10 +113,11 @@ def _versions(folder: Path) -> set[int]:
     return {int(match[1]) for name in list_names(folder) if (match := _RECORD_NAME.match(name))}
 
 
-def _collect_batches(run: RunDir, keep: int) -> tuple[int, ...]:
-    """Batches with a receipt, but not the newest `keep` of them."""
+def _collect_batches(run: RunDir, keep: int, before: int | None) -> tuple[int, ...]:
+    """Batches with a receipt below step `before`, but not the newest `keep` of all."""
     steps = sorted(run.published_batches())
-    old = tuple(step for step in steps[:-keep] if "trained.json" in list_names(run.batch(step)))
+    candidates = (step for step in steps[:-keep] if before is None or step < before)
+    old = tuple(step for step in candidates if "trained.json" in list_names(run.batch(step)))
     _remove(run, (run.batch(step) for step in old))
     return old
 

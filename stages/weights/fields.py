@@ -6,10 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from stages.rundir import STAMPS
 from stages.weights.errors import RecordError
-
-STAMPS = frozenset({"run_id", "attempt", "sequence", "writer"})
-"""Keys that RunDir.write adds to every record."""
 
 
 class Fields:

@@ -34,21 +34,31 @@ class SingleRank:
         return [value]
 
 
-def agree(ranks: RankGroup, action: Callable[[], Value]) -> list[Value]:
+def publish_error(described: str) -> PublishError:
+    return PublishError(f"publishing failed on {described}")
+
+
+def agree(
+    ranks: RankGroup,
+    action: Callable[[], Value],
+    travels: type[Exception] | tuple[type[Exception], ...] = WeightsError,
+    wrap: Callable[[str], Exception] = publish_error,
+) -> list[Value]:
     """Run `action` on every rank and give every rank all results.
 
     When it fails anywhere it fails everywhere, with the error of the lowest failing rank, so that no rank is left
-    waiting. Only OSError, RuntimeError and ValueError travel; anything else is a fault of this program and ends the
+    waiting. An error of type `travels` goes as it is, so it must survive pickling; any other OSError, RuntimeError or
+    ValueError as what `wrap` makes of "trainer rank 1 of 4: ..."; anything else is a fault of this program and ends the
     rank, and with it the trainer.
     """
     value: Value | None = None
-    error: WeightsError | None = None
+    error: Exception | None = None
     cause: Exception | None = None
     try:
         value = action()
     except (OSError, RuntimeError, ValueError) as problem:
         cause = problem
-        error = problem if isinstance(problem, WeightsError) else PublishError(_described(ranks, problem))
+        error = problem if isinstance(problem, travels) else wrap(_described(ranks, problem))
     outcomes = ranks.gather_objects((value, error))
     for _, failure in outcomes:
         if failure is not None:
@@ -57,4 +67,4 @@ def agree(ranks: RankGroup, action: Callable[[], Value]) -> list[Value]:
 
 
 def _described(ranks: RankGroup, problem: Exception) -> str:
-    return f"publishing failed on trainer rank {ranks.rank} of {ranks.size}: {type(problem).__name__}: {problem}"
+    return f"trainer rank {ranks.rank} of {ranks.size}: {type(problem).__name__}: {problem}"

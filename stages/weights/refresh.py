@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -35,12 +35,16 @@ class RefreshResult:
 
 
 def request_refresh(
-    context: StageContext, manifest: Manifest, instances: Sequence[str], publish_s: float
+    context: StageContext,
+    manifest: Manifest,
+    instances: Sequence[str],
+    publish_s: float,
+    check: Callable[[], None] | None = None,
 ) -> RefreshResult:
     """Ask `instances` (the complete set) to serve the version of `manifest`, and wait until each has proved it.
 
     Every field of every ACK is checked; ACKs of an older attempt or another run do not count. Writes
-    control/refreshed/vN.json at the end. `publish_s` is only reported.
+    control/refreshed/vN.json at the end. `publish_s` is only reported. `check` is called while waiting, and may raise.
 
     Raises WeightRefreshError naming the instances: one refused, answered wrongly, fell silent (rollout.heartbeat_timeout_s)
     or did not answer in time (weights.refresh_timeout_s, plus what starting a server may take where one has to start).
@@ -53,13 +57,15 @@ def request_refresh(
     acks = _Acks(run, config, manifest, request)
     heartbeats = HeartbeatWatch(run, request.instances, config.rollout.heartbeat_timeout_s)
 
-    def check() -> None:
+    def look_around() -> None:
         context.check_stop()
+        if check is not None:
+            check()
         heartbeats.check()
 
     try:
         loaded = wait_for(
-            acks.look, deadline_s=request.deadline_s, awaited="all ACKs", from_whom="the instances", check=check
+            acks.look, deadline_s=request.deadline_s, awaited="all ACKs", from_whom="the instances", check=look_around
         )
     except WaitTimeoutError as late:
         raise WeightRefreshError(manifest.version, acks.missing(), acks.lateness(late.waited_s)) from late

@@ -1,0 +1,83 @@
+"""Four steps are two steps, a checkpoint and two steps, bit for bit, in every layout of ranks and both number formats.
+
+The GPU of the offloaded cases is pretended (tests/fake_gpu.py); megatron-core's optimizers are real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint_kit import MODEL, SAVED_AT, Case, add_batches, make_model, make_run
+
+PROJECT = Path(__file__).parents[2]
+DTYPES = ("float32", "bfloat16")
+CASES = [Case(tp, dp, dtype) for tp, dp in ((1, 1), (1, 2), (2, 1)) for dtype in DTYPES]
+CASES += [Case(1, 2, dtype, fraction) for dtype in DTYPES for fraction in (0.5, 1.0)]
+RANKS = [(case, rank) for case in CASES for rank in range(case.ranks)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("exact")
+    make_model(root / MODEL)
+    for case in CASES:
+        add_batches(make_run(root, case))
+    (root / "work.json").write_text(json.dumps([asdict(case) for case in CASES]))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint_worker", str(root)],
+        cwd=PROJECT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return root
+
+
+@pytest.fixture(params=RANKS, ids=lambda place: f"{place[0].name}_rank{place[1]}")
+def found(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
+    case, rank = request.param
+    result: dict[str, Any] = json.loads((folder / f"{case.name}.{rank}.json").read_text())
+    result["case"] = case
+    return result
+
+
+def test_weights_masters_and_moments_are_the_same_bit_for_bit(found: dict[str, Any]) -> None:
+    assert found["resumed_at"] == SAVED_AT
+    assert found["differences"] == []
+
+
+def test_the_comparison_covers_what_training_changes(found: dict[str, Any]) -> None:
+    kinds = {name.split(".")[0] for name in found["changed"]}
+    masters = {"master"} if found["case"].dtype == "bfloat16" else set()
+
+    assert kinds == {"whole", "param", "exp_avg", "exp_avg_sq", "adam"} | masters
+
+
+def test_loss_gradient_norm_and_learning_rate_go_on_the_same(found: dict[str, Any]) -> None:
+    straight, resumed = found["results"]
+
+    assert resumed == straight
+    assert len({result["learning_rate"] for result in straight}) == len(straight) > 1
+
+
+def test_the_probe_of_the_weights_is_the_same(found: dict[str, Any]) -> None:
+    straight, resumed = found["probes"]
+
+    assert resumed == straight
+
+
+def test_random_numbers_go_on_where_they_were_saved(found: dict[str, Any]) -> None:
+    drawn, redrawn = found["draws"]
+
+    assert redrawn == drawn
