@@ -11,7 +11,7 @@ import yaml
 
 import conf
 from conf.sections import HardwareConfig
-from launch.compose import compose, groups
+from launch.compose import Tree, compose, groups
 from planner.architecture import Architecture
 from planner.conflicts.hardware import plausible_numbers
 from planner.model import from_model_config
@@ -162,3 +162,16 @@ def test_the_verifier_of_a_task_takes_its_own_answer_and_no_wrong_one(task: str)
         wrong = [other.answer for other in asked if other.answer != problem.answer]
         assert made.score(problem.answer, problem) == 1.0
         assert max(made.score(answer, problem) for answer in [*wrong, "", "I do not know"]) < 1.0
+
+
+def test_the_profile_in_the_manual_composes_from_a_folder_of_the_user(tmp_path: Path) -> None:
+    manual = (TREE.parent / "docs" / "cluster.md").read_text()
+    profile = manual.split("```yaml\n")[1].split("```")[0]
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "alpine.yaml").write_text(profile)
+
+    config = compose(["+experiment=grpo_7b", "cluster=alpine"], Tree(extra=str(tmp_path)))
+
+    assert (config.slurm.account, config.slurm.extra) == ("0042", ["--constraint=h100", "--exclusive"])
+    assert (config.hardware.gpus_per_node, config.hardware.network_bytes_per_s) == (4, 25e9)
+    assert problems(config) == []
