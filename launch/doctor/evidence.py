@@ -1,0 +1,79 @@
+"""Everything that was found out, as the probes get it. Reports are plain JSON; their keys are documented where they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from launch.doctor.slurm_facts import SlurmFacts
+
+Report = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class JobStory:
+    """How the doctor's job went. `state` is Slurm's word for it, or REFUSED (sbatch did not take it).
+
+    `trouble` says why the nodes told nothing, or not everything; empty when all went well.
+    """
+
+    job_id: int = 0
+    state: str = ""
+    nodes: tuple[str, ...] = ()
+    waited_s: float = 0.0
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class HetjobStory:
+    """`allowed`: what `sbatch --test-only` of two components said (None: not asked). `state`: how a real one ended."""
+
+    allowed: bool | None = None
+    said: str = ""
+    state: str = ""
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """`gpus`: how many the job asked for on each node. `nodes`, `steps` and `programs` are reports by name.
+
+    `here` are the answers of the interpreter that runs the doctor. `absent` says why there is no `slurm`.
+    """
+
+    mode: str
+    quick: bool
+    gpus: int = 0
+    here: Report = field(default_factory=dict)
+    slurm: SlurmFacts | None = None
+    absent: str = ""
+    job: JobStory = JobStory()
+    hetjob: HetjobStory = HetjobStory()
+    nodes: Mapping[str, Report] = field(default_factory=dict)
+    steps: Mapping[str, Report] = field(default_factory=dict)
+    programs: Mapping[str, Report] = field(default_factory=dict)
+
+    def answers(self, key: str) -> dict[str, Report]:
+        """Node -> what it measured for `key`; nodes without an answer are left out."""
+        return {
+            name: report[key] for name, report in self.nodes.items() if key in report and "error" not in report[key]
+        }
+
+    def errors(self, key: str) -> dict[str, str]:
+        """Node -> why it has no answer, where it tried."""
+        return {
+            name: str(report[key]["error"])
+            for name, report in self.nodes.items()
+            if key in report and "error" in report[key]
+        }
+
+    def why_not(self, key: str) -> str:
+        """Why nobody answered `key`."""
+        errors = self.errors(key)
+        if errors:
+            node, error = next(iter(errors.items()))
+            return f"{node}: {error}"
+        if self.job.trouble:
+            return self.job.trouble
+        return "no node got as far as this"

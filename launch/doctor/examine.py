@@ -1,0 +1,130 @@
+"""From a command line to the evidence: ask Slurm, run the job (or this machine's part of it), collect what was reported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from conf.schema import LibraConfig
+from launch import machine
+from launch.doctor import job, slurm_facts
+from launch.doctor.evidence import Evidence, HetjobStory, JobStory
+from launch.doctor.inside.driver import drive_here
+from launch.doctor.order import FULL, QUICK, Order
+from launch.doctor.probes import collective, engine, interpreter, packages
+from launch.doctor.slurm_facts import SlurmFacts
+from launch.doctor.workplace import workplace
+from launch.hetjob import config_python
+from stages.files import list_names, make_directory, read_json
+
+QUICK_CPUS = 4
+QUICK_GPUS = 2
+QUICK_BYTES = 2**30
+PROGRAMS = (collective.PROGRAM, engine.PROGRAM)
+NO_NODES = "nodes are not known; see the findings about Slurm"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user asked for. `nodes` 0 takes two where there are two."""
+
+    config: LibraConfig
+    quick: bool = False
+    nodes: int = 0
+    run_root: Path = field(default_factory=lambda: Path("runs"))
+    queue_wait_s: float = 300.0
+
+
+def examine(wish: Wish, say: Say) -> Evidence:
+    """Raises NoWorkplaceError, JobSpecError; KeyboardInterrupt passes through after everything was taken away."""
+    absent = why_local(wish.config)
+    here = {packages.KEY: packages.measure(), interpreter.KEY: interpreter.place()}
+    facts = None if absent else slurm_facts.gather(wish.config.slurm.partition)
+    with workplace(wish.run_root) as folder:
+        order = make_order(wish, folder, facts)
+        make_directory(order.reports)
+        order.write()
+        evidence = Evidence(
+            mode=order.mode,
+            quick=wish.quick,
+            gpus=order.gpus,
+            here=here,
+            slurm=facts,
+            absent=absent,
+        )
+        if facts is None:
+            say(f"no Slurm ({absent}): examining this machine alone")
+            drive_here(order)
+            return _collect(evidence, order, JobStory(), HetjobStory())
+        return _with_slurm(evidence, order, wish, facts, say)
+
+
+def why_local(config: LibraConfig) -> str:
+    """Why there is no Slurm to ask; empty when there is one."""
+    if config.launch.mode == "local":
+        return "launch.mode=local"
+    if machine.has_slurm():
+        return ""
+    return "sbatch is not on PATH, or its controller does not answer (scontrol ping)"
+
+
+def make_order(wish: Wish, folder: Path, facts: SlurmFacts | None) -> Order:
+    """Sizes that every usable node has: all of it in the full mode, little in the quick one, which starts sooner."""
+    nodes = facts.usable if facts else ()
+    cpus = min((node.cpus for node in nodes), default=len(os.sched_getaffinity(0))) or 1
+    gpus = min((node.gpus for node in nodes), default=0)
+    order = Order(
+        token=folder.name.rpartition("-")[2],
+        folder=str(folder),
+        mode="slurm" if facts else "local",
+        quick=wish.quick,
+        python=config_python(wish.config),
+        nodes=1 if facts is None else wish.nodes or min(2, len(nodes)) or 1,
+        cpus=cpus,
+        gpus=gpus,
+        mem_bytes=int(wish.config.slurm.mem_per_node_bytes),
+        limits=QUICK if wish.quick else FULL,
+    )
+    if not wish.quick:
+        return order
+    return replace(order, cpus=min(cpus, QUICK_CPUS), gpus=min(gpus, QUICK_GPUS), mem_bytes=QUICK_BYTES)
+
+
+def _with_slurm(evidence: Evidence, order: Order, wish: Wish, facts: SlurmFacts, say: Say) -> Evidence:
+    if not facts.usable:
+        return replace(evidence, job=JobStory(trouble=NO_NODES), hetjob=HetjobStory(None, NO_NODES))
+    most_min = facts.partition.max_minutes if facts.partition else None
+    submitted = job.submit(order.path / "job.sbatch", job.script(order, wish.config, most_min), say)
+    if isinstance(submitted, str):
+        story = job.refused(submitted)
+    else:
+        say(f"job {submitted.job_id}: {order.nodes} nodes, {order.cpus} processors and {order.gpus} GPUs on each")
+        story = job.follow(submitted, order, wish.queue_wait_s)
+    hetjob = job.try_hetjob(order, wish.config, len(facts.usable), wish.queue_wait_s, say)
+    return _collect(evidence, order, story, hetjob)
+
+
+def _collect(evidence: Evidence, order: Order, story: JobStory, hetjob: HetjobStory) -> Evidence:
+    """Read every report before the folder goes."""
+    names = list_names(order.reports)
+    reports = {name.removesuffix(".json"): read_json(order.reports / name) or {} for name in names}
+    nodes = [report for name, report in reports.items() if name.startswith("node.")]
+    return replace(
+        evidence,
+        job=story,
+        hetjob=hetjob,
+        nodes={str(report["node"]): report for report in sorted(nodes, key=lambda report: int(report["rank"]))},
+        steps=_steps(reports),
+        programs={name: reports[name] for name in PROGRAMS if name in reports},
+    )
+
+
+def _steps(reports: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What the driver noted about each program, with the program's own report where it wrote one."""
+    steps: dict[str, dict[str, Any]] = dict(reports.get("driver", {}).get("steps", {}))
+    return {name: {**step, "report": reports.get(f"step.{name}")} for name, step in steps.items()}

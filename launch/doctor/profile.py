@@ -1,0 +1,160 @@
+"""The site profile: a file of the `cluster` group with what this site is known to need. Comments hold what was measured."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from conf.options import walk
+from conf.schema import LibraConfig
+from launch.doctor.evidence import Evidence
+from launch.doctor.finding import Finding, Status
+from launch.doctor.probes import bandwidth, collective, cpus, gpus, hetjob
+from launch.errors import ConfigError
+from stages.files import make_directory, write_bytes_atomic
+
+MARK = "# Written by `python -m launch.doctor`"
+DEFAULT_FILE = Path("libra_site/cluster/site.yaml")
+GROUP = "cluster"
+CLEARLY_BETTER = 1.25
+MOST_THREADS = 16
+
+
+def check_place(file: Path) -> None:
+    """Raises ConfigError for a file that Hydra would not find, or that is not the doctor's to replace."""
+    if file.suffix != ".yaml" or file.absolute().parent.name != GROUP:
+        raise ConfigError(
+            [f"--write={file}: a profile is a .yaml file in a folder named {GROUP}, such as {DEFAULT_FILE}"]
+        )
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError([f"--write={file}: {error.strerror}; choose another file"]) from error
+    if MARK not in text:
+        raise ConfigError(
+            [f"--write={file} exists and was not written by the doctor; move it, or choose another --write"]
+        )
+
+
+def write(file: Path, text: str) -> None:
+    make_directory(file.absolute().parent)
+    write_bytes_atomic(file.absolute(), text.encode())
+
+
+def usage(file: Path) -> str:
+    return f"python -m launch --config-dir {file.parent.parent} {GROUP}={file.stem} +experiment=..."
+
+
+def text_of(evidence: Evidence, findings: list[Finding], config: LibraConfig, today: datetime.date) -> str:
+    """The file. Only options that some code reads; everything else that was measured is a comment."""
+    lines = [
+        "# @package _global_",
+        f"{MARK}, {today.isoformat()}, {_where(evidence)}. It replaces this file when it runs again.",
+    ]
+    values = settings(evidence, config)
+    for section in dict.fromkeys(name.partition(".")[0] for name in values):
+        lines.append(f"{section}:")
+        for name, (value, comment) in values.items():
+            if name.startswith(f"{section}."):
+                lines += [f"  # {comment}"] if comment else []
+                lines.append(f"  {name.partition('.')[2]}: {_scalar(value)}")
+    lines += ["", "# What was found:", *(f"# {_line(finding)}" for finding in findings)]
+    return "\n".join(lines) + "\n"
+
+
+def settings(evidence: Evidence, config: LibraConfig) -> dict[str, tuple[Any, str]]:
+    """Option -> (value, what it comes from)."""
+    found: dict[str, tuple[Any, str]] = {"launch.mode": (evidence.mode, "")}
+    found |= _given(config)
+    if hetjob.must_be_single(evidence):
+        found["slurm.layout"] = ("single", "heterogeneous jobs do not work here")
+    found |= {name: value for name, value in (*_hardware(evidence), *_rates(evidence), *_threads(evidence))}
+    return found
+
+
+def _given(config: LibraConfig) -> dict[str, tuple[Any, str]]:
+    """What the doctor was told: every option of the slurm group and of the job's surroundings that is not the default."""
+    defaults = {name: value for name, _, value in walk(LibraConfig())}
+    kept = ("launch.python", "launch.setup")
+    return {
+        name: (value, "as given")
+        for name, _, value in walk(config)
+        if (name.startswith("slurm.") or name in kept) and value != defaults[name]
+    }
+
+
+def _hardware(evidence: Evidence) -> Iterator[tuple[str, tuple[Any, str]]]:
+    nodes = evidence.slurm.nodes if evidence.slurm else ()
+    cards = [len(facts["cards"]) for facts in evidence.answers(gpus.KEY).values()]
+    count = min((node.gpus for node in nodes), default=0) if nodes else min(cards, default=0)
+    if count:
+        source = "Slurm's count for the smallest node" if nodes else "nvidia-smi"
+        yield "hardware.gpus_per_node", (count, source)
+    if nodes:
+        yield "hardware.cpus_per_node", (min(node.cpus for node in nodes), "Slurm's count for the smallest node")
+    else:
+        seen = [int(facts["seen"]) for facts in evidence.answers(cpus.KEY).values()]
+        if seen:
+            yield "hardware.cpus_per_node", (min(seen), "processors that this machine lets us use")
+    memory = [int(card["memory_bytes"]) for card in gpus.cards(evidence) if card["memory_bytes"]]
+    if memory:
+        yield (
+            "hardware.gpu_memory_bytes",
+            (_rounded_down(min(memory)), f"nvidia-smi: {gpus.cards(evidence)[0]['name']}"),
+        )
+
+
+def _rates(evidence: Evidence) -> Iterator[tuple[str, tuple[Any, str]]]:
+    found = evidence.programs.get(collective.PROGRAM, {})
+    if found.get("backend") != "nccl" or found.get("error"):
+        return
+    names = {collective.NODE: "hardware.link_bytes_per_s", collective.NETWORK: "hardware.network_bytes_per_s"}
+    for where, rate in found["bus_bytes_per_s"].items():
+        yield (
+            names[where],
+            (_rounded_down(rate), f"NCCL all-reduce {where}, {found['ranks']} ranks: achieved, not the data sheet's"),
+        )
+
+
+def _threads(evidence: Evidence) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """Fewer threads than the usual 16 where they are clearly faster both ways; never from the quick mode's small file."""
+    both: list[Mapping[int, float]] = [bandwidth.rates(evidence, way) for way in ("write", "read")]
+    if evidence.quick or not all(both):
+        return
+    total = {threads: 1 / sum(1 / rates[threads] for rates in both) for threads in bandwidth.THREADS}
+    best = max(total, key=lambda threads: total[threads])
+    if best != MOST_THREADS and total[best] > CLEARLY_BETTER * total[MOST_THREADS]:
+        yield "weights.io_threads", (best, "clearly faster here than 16 threads, writing and reading")
+
+
+def _rounded_down(value: float) -> float:
+    """Four digits, so that nothing is promised that is not there."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 3)
+    return math.floor(value / unit) * unit
+
+
+def _scalar(value: Any) -> str:
+    """JSON is YAML; floats need a dot and a sign in YAML 1.1, and OmegaConf would take `${` for an interpolation."""
+    if isinstance(value, float):
+        return f"{value:.4e}"
+    return json.dumps(value).replace("${", "\\\\${")
+
+
+def _where(evidence: Evidence) -> str:
+    if evidence.slurm is None:
+        return "without Slurm"
+    config = evidence.slurm.config
+    return (
+        f"Slurm {config.get('SLURM_VERSION', 'of unknown version')}, cluster {config.get('ClusterName', '(unnamed)')}"
+    )
+
+
+def _line(finding: Finding) -> str:
+    status = "" if finding.status is Status.OK else f" [{finding.status.value}]"
+    return f"{finding.name}{status}: {' '.join(finding.seen.split())}"
