@@ -21,6 +21,15 @@ def offload_means_a_fraction(config: LibraConfig) -> Iterator[str]:
         )
 
 
+def a_host_beside_the_device(config: LibraConfig) -> Iterator[str]:
+    """The copies between the two need CUDA; on a CPU everything is in host memory already."""
+    if config.hardware.device != "cpu":
+        return
+    for name in ("megatron_optimizer_cpu_offload", "megatron_use_cpu_initialization"):
+        if getattr(config, name):
+            yield f"{name}=true: on hardware.device=cpu everything is in host memory already; set {name}=false"
+
+
 def moments_decay(config: LibraConfig) -> Iterator[str]:
     """At 1 the bias correction of Adam, 1 - beta^t, is 0."""
     for name in ("adam_beta1", "adam_beta2"):
@@ -37,4 +46,4 @@ def a_floor_without_a_slope(config: LibraConfig) -> Iterator[str]:
         )
 
 
-RULES = (offload_means_a_fraction, moments_decay, a_floor_without_a_slope)
+RULES = (offload_means_a_fraction, a_host_beside_the_device, moments_decay, a_floor_without_a_slope)

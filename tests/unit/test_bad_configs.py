@@ -111,6 +111,10 @@ CONTRADICTIONS = {
         ["megatron_optimizer_offload_fraction=0.5", "megatron_optimizer_cpu_offload=true"],
     ),
     "offloading nothing": (["megatron_optimizer_cpu_offload=true"], ["megatron_optimizer_offload_fraction"]),
+    "offloading from a CPU": (
+        ["+experiment=demo", "megatron_optimizer_cpu_offload=true", "megatron_optimizer_offload_fraction=1.0"],
+        ["megatron_optimizer_cpu_offload=true", "hardware.device=cpu"],
+    ),
     "a nucleus with ratios": (["top_p=0.9"], ["top_p=0.9"]),
     "punishing every answer": (
         ["algorithm=dapo", "algorithm.overlong_buffer_tokens=4096"],

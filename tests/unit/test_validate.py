@@ -145,6 +145,8 @@ def test_sizes_of_no_model_are_named(overrides: list[str], wanted: str) -> None:
     [
         (["megatron_optimizer_offload_fraction=0.5"], "needs megatron_optimizer_cpu_offload=true"),
         (["megatron_optimizer_cpu_offload=true"], "offloads nothing"),
+        (["hardware=cpu", "megatron_optimizer_cpu_offload=true"], "set megatron_optimizer_cpu_offload=false"),
+        (["hardware=cpu", "megatron_use_cpu_initialization=true"], "set megatron_use_cpu_initialization=false"),
         (["algorithm.adam_beta1=1.0"], "algorithm.adam_beta1=1.0 makes Adam divide by zero"),
         (["algorithm.lr_min_ratio=0.1"], "does nothing while algorithm.lr_schedule=constant"),
     ],
