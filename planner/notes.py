@@ -13,6 +13,9 @@ FAR_OFF_POLICY = 8
 """Up to this lag AReaL keeps its final score (42.0 -> 41.0 on AIME24, 38.7 at 16; Fu et al. 2025, arXiv 2505.24298)."""
 
 
+NODE_LOCAL = ("/tmp/", "/var/tmp/", "/dev/shm/")
+
+
 def notes(config: LibraConfig) -> list[str]:
     """One sentence for each doubtful choice in a configuration that is otherwise right."""
     return [text for note in NOTES for text in note(config)]
@@ -61,10 +64,19 @@ def far_off_policy(config: LibraConfig) -> Iterator[str]:
         )
 
 
+def node_local_run(config: LibraConfig) -> Iterator[str]:
+    if config.launch.mode == "slurm" and config.launch.run_dir.startswith(NODE_LOCAL):
+        yield (
+            f"launch.run_dir={config.launch.run_dir}: folders there belong to one node as a rule, and every step has to"
+            " see the run directory"
+        )
+
+
 NOTES: tuple[Callable[[LibraConfig], Iterator[str]], ...] = (
     short_run,
     batch_in_pieces,
     micro_batch_beyond_the_share,
     tight_proof,
     far_off_policy,
+    node_local_run,
 )

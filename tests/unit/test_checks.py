@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from conf.schema import LibraConfig
-from conf.sections import RolloutConfig, TaskConfig
+from conf.sections import RolloutConfig, TaskConfig, WarmupConfig
 from launch import checks
 
 
@@ -67,7 +68,7 @@ def test_other_arguments_of_vllm_pass() -> None:
     ],
 )
 def test_a_task_that_the_controller_would_refuse_is_refused(task: TaskConfig, wanted: str) -> None:
-    found = checks.task_problems(LibraConfig(task=task))
+    _, found = checks.make_task(LibraConfig(task=task))
 
     assert len(found) == 1
     assert wanted in found[0]
@@ -76,4 +77,51 @@ def test_a_task_that_the_controller_would_refuse_is_refused(task: TaskConfig, wa
 def test_without_the_library_of_a_task_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
 
-    assert checks.task_problems(LibraConfig(task=TaskConfig(params={"dataset": "countdown"}))) == []
+    assert checks.make_task(LibraConfig(task=TaskConfig(params={"dataset": "countdown"}))) == (None, [])
+
+
+def tokenizer(folder: Path, **files: str) -> LibraConfig:
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name.replace("_json", ".json").replace("_jinja", ".jinja")).write_text(text)
+    return LibraConfig(model_path=str(folder), tokenizer_path=str(folder))
+
+
+TEMPLATE = '{"chat_template": "{{ messages }}"}'
+
+
+@pytest.mark.parametrize("files", [{"tokenizer_config_json": TEMPLATE}, {"chat_template_jinja": "{{ messages }}"}])
+def test_a_tokenizer_with_a_template_goes_with_every_task(files: dict[str, str], tmp_path: Path) -> None:
+    config = tokenizer(tmp_path / "model", tokenizer_json="{}", **files)
+
+    assert checks.tokenizer_problems(config, chat=True) == []
+
+
+@pytest.mark.parametrize("settings", ["{}", "[]", "{broken", '{"chat_template": null}'])
+def test_prompts_in_chat_form_need_a_template(settings: str, tmp_path: Path) -> None:
+    config = tokenizer(tmp_path / "model", tokenizer_json="{}", tokenizer_config_json=settings)
+
+    (problem,) = checks.tokenizer_problems(config, chat=True)
+
+    assert "task.params.chat=false" in problem
+    assert checks.tokenizer_problems(config, chat=False) == []
+
+
+def test_a_folder_without_a_fast_tokenizer_is_refused(tmp_path: Path) -> None:
+    (problem,) = checks.tokenizer_problems(tokenizer(tmp_path / "model"), chat=False)
+
+    assert "has no tokenizer.json" in problem
+
+
+def test_a_tokenizer_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    config = LibraConfig(model_path=str(tmp_path), tokenizer_path=f"{tmp_path}/none")
+
+    (problem,) = checks.tokenizer_problems(config, chat=False)
+
+    assert problem.startswith(f"tokenizer_path={tmp_path}/none is not a folder")
+
+
+def test_a_tokenizer_that_the_warm_up_will_make_is_not_looked_for(tmp_path: Path) -> None:
+    config = LibraConfig(model_path=f"{tmp_path}/none", warmup=WarmupConfig(steps=10))
+
+    assert checks.tokenizer_problems(config, chat=True) == []

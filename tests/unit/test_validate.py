@@ -277,6 +277,11 @@ def test_doubtful_choices_are_said_and_allowed(override: str, wanted: str) -> No
     assert problems(config) == []
 
 
+@pytest.mark.parametrize(("mode", "noted"), [("slurm", 1), ("local", 0)])
+def test_a_run_directory_of_one_node_is_said(mode: str, noted: int) -> None:
+    assert len(notes(compose([*GPUS, f"launch.mode={mode}", "launch.run_dir=/tmp/run"]))) == noted
+
+
 def test_a_plain_configuration_gets_no_note() -> None:
     assert notes(compose(GPUS)) == []
 
