@@ -11,7 +11,6 @@ import getpass
 import os
 import socket
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from stages.rundir import RunDir
@@ -45,19 +44,15 @@ class CancelRequest:
         return cls(checkpoint, by)
 
 
-def cancel_json(run: RunDir) -> Path:
-    return run.attempt_dir / "cancel.json"
-
-
 def read_cancel_request(run: RunDir) -> CancelRequest | None:
     """What people asked this attempt to do; None when they did not. Raises CancelRequestError, DamagedRecordError."""
-    record = run.read(cancel_json(run))
+    record = run.read(run.cancel_json)
     return None if record is None else CancelRequest.from_record(record)
 
 
 def write_cancel_request(run: RunDir, request: CancelRequest) -> None:
     """`run` is opened at its newest attempt. Raises FencedError when a newer one has started since."""
-    run.write(cancel_json(run), request.to_record())
+    run.write(run.cancel_json, request.to_record())
 
 
 def me() -> str:

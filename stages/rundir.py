@@ -185,6 +185,11 @@ class RunDir:
         return self.attempt_dir / "stop.json"
 
     @property
+    def cancel_json(self) -> Path:
+        """Written by `python -m launch.cancel`, looked at by the supervisor: how people ask for the end of the attempt."""
+        return self.attempt_dir / "cancel.json"
+
+    @property
     def start_json(self) -> Path:
         """Written by the trainer when it is ready to train: the step that this attempt starts from, and from what."""
         return self.attempt_dir / "start.json"
