@@ -218,16 +218,16 @@ def read_batch(run: RunDir, step: int, *, own: bool = False) -> tuple[Batch, Bat
     return batch, manifest
 
 
-def adopt_batch(run: RunDir, step: int) -> BatchManifest | None:
-    """Take over a batch that an older attempt wrote, as it is, when all of it is sound; a batch of this attempt stays as it is.
+def adopt_batch(run: RunDir, step: int, groups: Iterable[int]) -> BatchManifest | None:
+    """Take over, as it is, the batch of `groups` that an older attempt wrote; one that this attempt wrote needs nothing.
 
-    None when there is none. Raises BatchError for a damaged one. Only the controller may call this.
+    None when there is none, or one of other groups. Raises BatchError for a damaged one. Only the controller may call this.
     """
     found = read_batch(run, step)
-    if found is None:
+    if found is None or set(found[0].group_ids.tolist()) != set(groups):
         return None
-    record, manifest = found[1].extra, found[1]
-    manifest = replace(manifest, extra={key: value for key, value in record.items() if key not in STAMPS})
+    record = found[1].extra
+    manifest = replace(found[1], extra={key: value for key, value in record.items() if key not in STAMPS})
     if record["attempt"] != run.attempt:
         run.write(run.batch(step) / MANIFEST_FILE, manifest.to_dict())
     return manifest

@@ -16,7 +16,7 @@ from conf.schema import LibraConfig
 from planner.plan import Plan
 from stages.files import read_json
 from stages.rundir import FencedError, RunDir, RunNotFoundError
-from stages.stopping import StopRequest, read_stop_request
+from stages.stopping import StopRequest, StopRequestedError, read_stop_request
 from traces.recorder import Recorder
 
 STOP_LOOK_S = 0.2
@@ -51,6 +51,12 @@ class StageContext:
             self._stop_looked_s = now_s
             self._stop_request = read_stop_request(self.run)
         return self._stop_request
+
+    def check_stop_request(self) -> None:
+        """Raise StopRequestedError once this attempt was asked to end with a checkpoint."""
+        request = self.stop_request()
+        if request is not None:
+            raise StopRequestedError(f"{self.name} was asked to end with a checkpoint: {request.reason}")
 
     def check_stop(self) -> None:
         """Raise StoppedError once the stage was asked to stop; pass it as `check` to `stages.files.wait_for`."""

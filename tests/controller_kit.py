@@ -202,7 +202,7 @@ class ScriptedServer:
 
 @dataclass
 class SigningTrainer:
-    """Consumes batches in order and writes what a trainer would write, without training.
+    """Consumes batches in order and writes what a trainer would write, without training, from step `start` on.
 
     `before_step(t)` runs between reading batch t and signing it; `silent_at` stops signing at that step.
     """
@@ -213,6 +213,7 @@ class SigningTrainer:
     servers: list[ScriptedServer]
     before_step: Callable[[int], None] = lambda step: None
     silent_at: int = -1
+    start: int = 0
     batches: list[tuple[Batch, BatchManifest]] = field(default_factory=list)
     on_disk: list[int] = field(default_factory=list)  # untrained batches at the time of each step
     stop: threading.Event = field(default_factory=threading.Event)
@@ -220,8 +221,8 @@ class SigningTrainer:
 
     def work(self) -> None:
         try:
-            self._serve(0)
-            for step in range(self.total_steps):
+            self.begin()
+            for step in range(self.start, self.total_steps):
                 self._step(step)
         except InterruptedError:
             return
@@ -229,9 +230,13 @@ class SigningTrainer:
             self.error = error
             raise
 
+    def begin(self) -> None:
+        self.run.write(self.run.start_json, {"step": self.start, "checkpoint": "", "load_s": 0.0})
+        self._serve(self.start)
+
     def _step(self, step: int) -> None:
         found = wait_for(
-            lambda: read_batch(self.run, step),
+            lambda: read_batch(self.run, step, own=True),
             deadline_s=WAIT_S,
             awaited=f"batch {step}",
             from_whom="the controller",

@@ -74,10 +74,12 @@ class Dispatcher:
     def fill(self, served_version: int) -> int:
         """Start as many groups as staleness and load allow; returns how many."""
         state = self.ledger.state
+        open_groups = len(state.in_flight) + len(state.waiting)
         count = capacity(
             self.bounds,
             served_version=served_version,
-            issued=state.issued,
+            # What was issued, counted in batches of today's size: a resumed run may have been given another batch_size.
+            issued=state.dropped + len(state.batches) * self.bounds.groups_per_batch + open_groups,
             dropped=state.dropped,
             in_flight=len(state.in_flight),
         )
@@ -142,7 +144,7 @@ class Dispatcher:
         return groups
 
     async def close(self) -> None:
-        """Cancel the requests in flight. Their prompts stay open in the ledger, which is what a resume looks for."""
+        """Cancel the requests in flight. Their prompts stay open in the ledger, where a resumed run finds them (`Resumed`)."""
         for task in self._requests:
             task.cancel()
         await asyncio.gather(*self._requests, return_exceptions=True)

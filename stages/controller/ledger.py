@@ -1,8 +1,11 @@
 """The prompt ledger: one line for everything that happens to a group of trajectories.
 
-All counters of the controller are a fold over these events (`LedgerState.apply`), live and when the file is read back,
-so they can not drift from what the file says. A group is issued once, then dropped or (finished, batched, trained); a
+All counters of the controller are a fold over these events (`LedgerState.apply`), live and when the files are read back,
+so they can not drift from what the files say. A group is issued once, then dropped or (finished, batched, trained); a
 dropped group's prompt is asked again under a new group number unless the drop says otherwise.
+
+Every start of a controller writes a file of its own; its first event says from where it goes on (`Resumed`), unless it is the
+first of the run. The state of a run is the fold over all of them in order.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from stages.rundir import RunDir
 
 
 class LedgerError(ValueError):
@@ -66,9 +71,25 @@ class Trained:
     step: int
 
 
-Event = Issued | Finished | Dropped | Batched | Trained
+@dataclass(frozen=True)
+class Resumed:
+    """Attempt `attempt` goes on: `step` steps count as trained, the batches below `batches` are there and are kept.
+
+    Every other prompt that was asked and not thrown away for good is asked again, in prompt order: those in flight, those
+    finished without a batch, those of later batches. Their groups count as dropped for "resumed".
+    """
+
+    attempt: int
+    step: int
+    batches: int
+
+
+Event = Issued | Finished | Dropped | Batched | Trained | Resumed
 BLAMED = ("failed", "timeout")
-_KINDS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in (Issued, Finished, Dropped, Batched, Trained)}
+LOST = "resumed"
+_KINDS: dict[str, type[Event]] = {
+    kind.__name__.lower(): kind for kind in (Issued, Finished, Dropped, Batched, Trained, Resumed)
+}
 
 
 @dataclass(frozen=True)
@@ -81,8 +102,12 @@ class Ask:
 
 @dataclass
 class LedgerState:
-    """`issued` and `dropped` are cumulative. `in_flight` and `waiting` map groups to what was asked."""
+    """`issued` and `dropped` are cumulative. `in_flight` and `waiting` map groups to what was asked.
 
+    `batches` has the groups of each batch, `prompts` what those were asked, in the same order.
+    """
+
+    attempt: int = 0
     issued: int = 0
     dropped: int = 0
     next_prompt: int = 0
@@ -90,6 +115,7 @@ class LedgerState:
     waiting: dict[int, Ask] = field(default_factory=dict)
     requeued: list[Ask] = field(default_factory=list)
     batches: dict[int, list[int]] = field(default_factory=dict)
+    prompts: dict[int, list[int]] = field(default_factory=dict)
     trained_steps: int = 0
     dropped_for: dict[str, int] = field(default_factory=dict)
 
@@ -111,6 +137,8 @@ class LedgerState:
             case Trained():
                 self._expect(event.step == self.trained_steps and event.step in self.batches, event)
                 self.trained_steps += 1
+            case Resumed():
+                self._resume(event)
 
     def _issue(self, event: Issued) -> None:
         ask = Ask(event.prompt, event.failures)
@@ -131,10 +159,25 @@ class LedgerState:
 
     def _batch(self, event: Batched) -> None:
         self._expect(event.step == len(self.batches), event)
+        prompts = []
         for group in event.groups:
             self._expect(group in self.waiting, event)
-            del self.waiting[group]
-        self.batches[event.step] = event.groups
+            prompts.append(self.waiting.pop(group).prompt)
+        self.batches[event.step], self.prompts[event.step] = event.groups, prompts
+
+    def _resume(self, event: Resumed) -> None:
+        self._expect(event.attempt >= self.attempt and event.step <= event.batches <= len(self.batches), event)
+        # New servers: a prompt that failed on the old ones may fail as often again, but still travels alone.
+        lost = [Ask(ask.prompt, min(ask.failures, 1)) for ask in (*self.in_flight.values(), *self.waiting.values())]
+        for step in range(event.batches, len(self.batches)):
+            lost += [Ask(prompt, 0) for prompt in self.prompts.pop(step)]
+            del self.batches[step]
+        self.attempt, self.trained_steps = event.attempt, event.step
+        self.in_flight, self.waiting = {}, {}
+        self.dropped += len(lost)
+        if lost:
+            self.dropped_for[LOST] = self.dropped_for.get(LOST, 0) + len(lost)
+        self.requeued = sorted([*self.requeued, *lost], key=lambda ask: ask.prompt)
 
     def _leave(self, groups: dict[int, Ask], event: Finished | Dropped) -> Ask:
         self._expect(event.group in groups, event)
@@ -146,13 +189,13 @@ class LedgerState:
 
 
 class Ledger:
-    """Appends events to one file and keeps the state they add up to. One writer; without a path it only keeps the state.
+    """Appends events to one file and keeps the state they add up to, on top of `state`, that of the files before it.
 
-    Raises FileExistsError when the file exists: every attempt has its own.
+    One writer; without a path it only keeps the state. Raises FileExistsError when the file exists.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self.state = LedgerState()
+    def __init__(self, path: Path | None, state: LedgerState | None = None) -> None:
+        self.state = state or LedgerState()
         self._fd = -1 if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
 
     def record(self, events: Iterable[Event]) -> None:
@@ -171,8 +214,10 @@ class Ledger:
             os.fsync(self._fd)
 
     def close(self) -> None:
+        self.sync()
         if self._fd >= 0:
             os.close(self._fd)
+            self._fd = -1
 
     def __enter__(self) -> Ledger:
         return self
@@ -195,13 +240,25 @@ def decode(line: str) -> Event:
         raise LedgerError(f"not a ledger line: {line.strip()[:200]!r} ({error})") from error
 
 
-def read_ledger(path: Path) -> LedgerState:
-    """The state that the events in `path` add up to. A last line without its end (a killed writer) is ignored.
+def read_ledger(path: Path, state: LedgerState | None = None) -> LedgerState:
+    """What the events in `path` make of `state` (changed in place). A last line without its end (a killed writer) is ignored.
 
     Raises LedgerError for any other damage.
     """
-    state = LedgerState()
+    state = state or LedgerState()
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         if line.endswith("\n"):
             state.apply(decode(line))
+    return state
+
+
+def read_ledgers(run: RunDir) -> LedgerState:
+    """The state that all ledger files of a run add up to. Raises LedgerError naming the file."""
+    state = LedgerState()
+    for attempt, restart in run.ledger_files():
+        path = run.ledger_jsonl(attempt, restart)
+        try:
+            read_ledger(path, state)
+        except LedgerError as error:
+            raise LedgerError(f"{path}: {error}") from error
     return state

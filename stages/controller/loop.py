@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
 
-from stages.batches import BatchManifest, write_batch
+from stages.batches import BatchManifest, read_batch, write_batch
 from stages.context import StageContext
 from stages.controller.batching import build_batch, describe_groups
 from stages.controller.dispatcher import Dispatcher
 from stages.controller.groups import FinishedGroup
+from stages.controller.history import History
 from stages.controller.ledger import Trained
 from stages.controller.metrics import MetricsFile, StepMetrics
 from stages.controller.overlong import OverlongPunishment
@@ -18,6 +22,7 @@ from stages.controller.progress import Progress
 from stages.controller.staleness import newest_allowed_step
 from traces.recorder import Span
 
+Result = TypeVar("Result")
 POLL_S = 0.01
 HANGING_SHARE = 0.5
 """A request that is away for this share of the collection timeout hangs; a younger one may still be answered."""
@@ -32,21 +37,27 @@ class TrainingLoop:
     """Runs until the trainer has done `total_steps` and every instance serves the last version.
 
     A batch is written as soon as it is complete. No more than max_head_offpolicyness + 1 batches can wait for the
-    trainer, because no group starts that would belong to a later one (see `staleness`).
+    trainer, because no group starts that would belong to a later one (see `staleness`); recorded ones that a resumed run
+    trains again (`manifests`, from step `progress.trained_steps` on) come on top. `history` has the lines of the steps
+    before, and gets those of the steps to come.
     """
 
     context: StageContext
     dispatcher: Dispatcher
     progress: Progress
     metrics: MetricsFile
-    manifests: list[BatchManifest] = field(default_factory=list)
+    manifests: dict[int, BatchManifest] = field(default_factory=dict)
+    history: History = field(default_factory=History)
+    next_batch: int = field(init=False)
     step_metrics: StepMetrics = field(init=False)
-    _reported: int = 0
+    _reported: int = field(init=False)
     _due_since_s: float = 0.0
     _retries: int = 0
 
     def __post_init__(self) -> None:
         self.step_metrics = StepMetrics(self.context.config.total_steps)
+        self.next_batch = self.progress.trained_steps + len(self.manifests)
+        self._reported = self.history.num_reported
 
     async def run(self) -> None:
         """Raises BatchCollectionTimeoutError, TrainerSilentError, and what the dispatcher raises."""
@@ -65,29 +76,52 @@ class TrainingLoop:
                 waiting.__exit__(None, None, None)
 
     def _follow_trainer(self) -> None:
-        for step in self.progress.look(len(self.manifests)):
+        for step in self.progress.look(self.next_batch):
             self.dispatcher.ledger.record([Trained(step)])
         self._report()
 
     def _report(self) -> None:
         """One line for each step whose records are all there."""
         while self._reported < self.progress.trained_steps:
-            step, version = self._reported, self.progress.newest_published(self._reported + 1)
+            version = self.progress.newest_published(self._reported + 1)
             if version > self.progress.served_version:
                 return
-            refreshed = self.progress.refreshed[version] if version == step + 1 else None
-            line = self.step_metrics.line(self.manifests[step], self.progress.receipts[step], refreshed, version)
-            self.metrics.write(line)
+            self._report_step(self._reported, version)
             self._reported += 1
-            self._trace(line)
+
+    def _report_step(self, step: int, version: int) -> None:
+        if step in self.history.steps:
+            return
+        seen = step in self.progress.receipts
+        receipt = self.progress.receipts.get(step) or self._read(self.context.run.batch(step) / "trained.json")
+        manifest = self.manifests.get(step) or self._old_manifest(step)
+        if receipt is None or manifest is None:
+            return  # of a step that nobody saw end, and whose files are gone
+        refreshed = None
+        if version == step + 1:
+            refreshed = self.progress.refreshed.get(version) or self._read(self.context.run.refreshed_json(version))
+        step_s = None if seen else sum(receipt["seconds"].values())
+        line = self.step_metrics.line(manifest, receipt, refreshed, version, step_s)
+        self.metrics.write(line)
+        self.history.add(line)
+        self._trace(step, line)
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        """A record that an older attempt may have left, about a step that it trained for good."""
+        return self.context.run.read(path, any_attempt=True)
+
+    def _old_manifest(self, step: int) -> BatchManifest | None:
+        found = read_batch(self.context.run, step)
+        return None if found is None else found[1]
 
     async def _write_batches(self) -> None:
-        while (step := len(self.manifests)) < self.context.config.total_steps:
+        while (step := self.next_batch) < self.context.config.total_steps:
             groups = self.dispatcher.take(step)
             if groups is None:
                 await self._check_collection(step)
                 return
-            self.manifests.append(await asyncio.to_thread(self._write, step, groups))
+            self.manifests[step] = await _unbroken(asyncio.to_thread(self._write, step, groups))
+            self.next_batch += 1
             self._due_since_s, self._retries = time.monotonic(), 0
 
     def _write(self, step: int, groups: list[FinishedGroup]) -> BatchManifest:
@@ -141,17 +175,17 @@ class TrainingLoop:
             return current
         if current is not None:
             current.__exit__(None, None, None)
-        return self.context.recorder.span(phase, step=len(self.manifests)).__enter__()
+        return self.context.recorder.span(phase, step=self.next_batch).__enter__()
 
     def _phase(self) -> str:
         if self.dispatcher.open:
             return "collect_batch"
-        if self.progress.trained_steps < len(self.manifests):
+        if self.progress.trained_steps < self.next_batch:
             return "wait_for_trainer"
         return "wait_for_weights"
 
-    def _trace(self, line: dict[str, float]) -> None:
-        recorder, step = self.context.recorder, self._reported - 1
+    def _trace(self, step: int, line: dict[str, float]) -> None:
+        recorder = self.context.recorder
         recorder.counter("reward", line["reward"], step=step)
         recorder.counter("tokens_per_s", line["tokens_per_s"], step=step)
         recorder.counter("staleness", line["staleness_max"], step=step)
@@ -161,3 +195,13 @@ class TrainingLoop:
             f"staleness {line['staleness_mean']:.2f} version {line['version']} sync {line['sync_s']:.3f} s",
             flush=True,
         )
+
+
+async def _unbroken(work: Coroutine[Any, Any, Result]) -> Result:
+    """Await `work` to its end also when cancelled meanwhile: a thread goes on anyway, and needs the open ledger."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -21,10 +21,12 @@ WINDOW_STEPS = 20
 
 
 class MetricsFile:
-    """Appends JSON lines to `path`."""
+    """Appends JSON lines to `path`; first takes away half a line that a killed writer may have left at its end."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        data = path.read_bytes()
+        os.ftruncate(self._fd, data.rfind(b"\n") + 1)
 
     def write(self, line: dict[str, Any]) -> None:
         data = (json.dumps({**line, "time": time.time()}) + "\n").encode()
@@ -51,14 +53,20 @@ class StepMetrics:
     recent_tokens: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
 
     def line(
-        self, manifest: BatchManifest, receipt: dict[str, Any], refreshed: dict[str, Any] | None, version: int
+        self,
+        manifest: BatchManifest,
+        receipt: dict[str, Any],
+        refreshed: dict[str, Any] | None,
+        version: int,
+        step_s: float | None = None,
     ) -> dict[str, Any]:
         """`version` is the one served from this step on.
 
-        `refreshed` is None when the step publishes none (sync_interval > 1); sync_s and publish_s are 0 then.
+        `refreshed` is None when the step publishes none (sync_interval > 1); sync_s and publish_s are 0 then. `step_s` is
+        given for a step that another process saw; else it is the time since the line before.
         """
         now = time.monotonic()
-        step_s, self.last_s = max(now - self.last_s, 1e-9), now
+        step_s, self.last_s = max(now - self.last_s if step_s is None else step_s, 1e-9), now
         self.recent_s.append(step_s)
         self.recent_tokens.append(manifest.response_tokens)
         return {

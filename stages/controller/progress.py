@@ -21,7 +21,10 @@ class TrainerSilentError(TimeoutError):
 
 @dataclass
 class Progress:
-    """`served_version` is the newest that every instance proved, -1 before the first. `trained_steps` counts receipts."""
+    """`served_version` is the newest that every instance proved, -1 before the first, which is `first_version`.
+
+    `trained_steps` counts receipts on top of what it starts with. Records of older attempts do not count.
+    """
 
     run: RunDir
     total_steps: int
@@ -30,6 +33,7 @@ class Progress:
     clock: Callable[[], float] = time.monotonic
     served_version: int = -1
     trained_steps: int = 0
+    first_version: int = 0
     receipts: dict[int, dict[str, Any]] = field(default_factory=dict)
     refreshed: dict[int, dict[str, Any]] = field(default_factory=dict)
     _moved_s: float = field(init=False)
@@ -45,13 +49,15 @@ class Progress:
     def next_version(self) -> int:
         """The version that is published after `served_version`."""
         if self.served_version < 0:
-            return 0
+            return self.first_version
         following = (self.served_version // self.sync_interval + 1) * self.sync_interval
         return min(following, self.total_steps)
 
     def newest_published(self, version: int) -> int:
-        """The newest version up to `version` that the trainer publishes."""
-        return version if version == self.total_steps else version - version % self.sync_interval
+        """The newest version up to `version` that the trainer publishes in this attempt."""
+        if version == self.total_steps:
+            return version
+        return max(self.first_version, version - version % self.sync_interval)
 
     def look(self, batches_written: int) -> list[int]:
         """Read new receipts and refreshed records; returns the steps whose receipts are new.

@@ -180,8 +180,7 @@ class Trainer:
     def _check_wishes(self) -> None:
         """Ends a wait of this rank alone; what all do is agreed afterwards."""
         self.context.check_stop()
-        if self.context.stop_request() is not None:
-            raise StopRequestedError(f"{self.context.name} was asked to end with a checkpoint")
+        self.context.check_stop_request()
 
     def _agree_to_go_on(self) -> None:
         """Collective. Raises StoppedError, else StopRequestedError, on all ranks when one of them was asked to."""

@@ -174,7 +174,7 @@ def test_tokens_made_across_a_weight_change_keep_the_version_that_made_each(tmp_
 
 def _change_version_in_flight(played: Scene, changed: threading.Event) -> None:
     """Version 1 appears on the server while the first request is in flight; the records follow as usual."""
-    played.trainer._serve(0)
+    played.trainer.begin()
     assert changed.wait(10)
     for server in played.servers:
         server.version = 1

@@ -268,6 +268,7 @@ def test_a_trainer_that_falls_silent_is_named_with_what_it_owes(tmp_path: Path) 
 
 def test_a_run_whose_weights_are_never_served_says_so(tmp_path: Path) -> None:
     played = scene(tmp_path, rollout={"ready_timeout_s": 1.0}, weights={"refresh_timeout_s": 1.0})
+    played.trainer.run.write(played.run.start_json, {"step": 0})
 
     with serving(played.servers), played.context() as context:
         with pytest.raises(WaitTimeoutError, match=r"v000000.json .*from the trainer") as caught:
