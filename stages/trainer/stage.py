@@ -59,7 +59,8 @@ def run(context: StageContext) -> dict[str, Any]:
             grid = stack.enter_context(connected(context, tp=context.plan.train.tp))
             saved = steps_to_try(context.run, TrainerRanks(grid))
             with context.recorder.span("load_model"):
-                policy = Policy.load(Path(context.config.model_path), context.config, grid, read_weights=not saved)
+                load = BACKENDS[context.config.train_backend]
+                policy = load(Path(context.config.model_path), context.config, grid, read_weights=not saved)
             print(f"{policy.architecture.name} loaded: tp {grid.tp}, dp {grid.dp}, {grid.device}", flush=True)
             checkpoints = Checkpoints(context, policy, grid)
             step = checkpoints.resume(saved)
