@@ -1,8 +1,8 @@
 """Every option of the owner's configuration reference, under its exact name: type, default, unit, range, effect.
 
 Core, Megatron-Core and rollout options are at top level, those of planner, runtime and elasticity under
-`global_resource_planner`. Libra's own options are grouped and declared in `conf/sections.py`. Options whose capability is
-not built yet are listed in `conf/pending.py`.
+`global_resource_planner`. Libra's own options are grouped and declared in `conf/sections.py` and `conf/site.py`. Options
+whose capability is not built yet are listed in `conf/pending.py`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from conf.options import option
 from conf.sections import (
     AlgorithmConfig,
     HardwareConfig,
-    LaunchConfig,
     ModelConfig,
     RolloutConfig,
-    SlurmConfig,
     TaskConfig,
     TraceConfig,
     WarmupConfig,
     WeightsConfig,
 )
+from conf.site import LaunchConfig, SlurmConfig
 
 
 @dataclass
