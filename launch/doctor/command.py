@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ from launch.errors import ConfigError, LibraError
 from launch.tree import tree_at
 
 INTERRUPTED = 130
+BROKEN_PIPE = 141
 EPILOG = """\
 overrides are those of `python -m launch`: slurm.account=mylab slurm.qos=normal launch.setup='[module load cuda]'
 
@@ -43,6 +45,10 @@ def run(words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted; the job was cancelled and nothing is left", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        # `... | head`; otherwise the interpreter complains once more when it flushes stdout at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
 
 
 def _run(asked: argparse.Namespace) -> int:
@@ -52,14 +58,16 @@ def _run(asked: argparse.Namespace) -> int:
     wish = Wish(config, asked.quick, asked.nodes, _run_root(asked, config), asked.queue_wait)
     evidence = examine(wish, _say)
     findings = judge_all(evidence)
-    profile.write(asked.write, profile.text_of(evidence, findings, config, datetime.date.today()))
+    if not evidence.silent:
+        profile.write(asked.write, profile.text_of(evidence, findings, config, datetime.date.today()))
     took_s = time.monotonic() - started_s
     if asked.json:
-        print(report.as_json(evidence, findings, took_s, str(asked.write)))
+        print(report.as_json(evidence, findings, took_s, "" if evidence.silent else str(asked.write)))
     else:
         report.table(findings, sys.stdout)
         print(report.summary(evidence, findings, took_s))
-        print(f"profile: {asked.write}    {profile.usage(asked.write)}")
+        if not evidence.silent:
+            print(f"profile: {asked.write}    {profile.usage(asked.write)}")
     return 1 if has_problems(findings) else 0
 
 

@@ -39,7 +39,8 @@ class HetjobStory:
 class Evidence:
     """`gpus`: how many the job asked for on each node. `nodes`, `steps` and `programs` are reports by name.
 
-    `here` are the answers of the interpreter that runs the doctor. `absent` says why there is no `slurm`.
+    `here` are the answers of the interpreter that runs the doctor. `absent` says why there is no `slurm`; `silent`: there
+    should be one, and it does not answer.
     """
 
     mode: str
@@ -48,6 +49,7 @@ class Evidence:
     here: Report = field(default_factory=dict)
     slurm: SlurmFacts | None = None
     absent: str = ""
+    silent: bool = False
     job: JobStory = JobStory()
     hetjob: HetjobStory = HetjobStory()
     nodes: Mapping[str, Report] = field(default_factory=dict)
@@ -74,6 +76,11 @@ class Evidence:
         if errors:
             node, error = next(iter(errors.items()))
             return f"{node}: {error}"
-        if self.job.trouble:
-            return self.job.trouble
-        return "no node got as far as this"
+        return self.no_step
+
+    @property
+    def no_step(self) -> str:
+        """Why a program of the job has no answer, when it has none."""
+        return (
+            "nothing ran on nodes, see 'a job'" if not self.nodes and self.job.trouble else "the job did not get so far"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,7 +43,7 @@ class Wish:
 
 def examine(wish: Wish, say: Say) -> Evidence:
     """Raises NoWorkplaceError, JobSpecError; KeyboardInterrupt passes through after everything was taken away."""
-    absent = why_local(wish.config)
+    absent, silent = why_local(wish.config.launch.mode, shutil.which("sbatch") is not None, machine.has_slurm)
     here = {packages.KEY: packages.measure(), interpreter.KEY: interpreter.place()}
     facts = None if absent else slurm_facts.gather(wish.config.slurm.partition)
     with workplace(wish.run_root) as folder:
@@ -56,6 +57,7 @@ def examine(wish: Wish, say: Say) -> Evidence:
             here=here,
             slurm=facts,
             absent=absent,
+            silent=silent,
         )
         if facts is None:
             say(f"no Slurm ({absent}): examining this machine alone")
@@ -64,13 +66,13 @@ def examine(wish: Wish, say: Say) -> Evidence:
         return _with_slurm(evidence, order, wish, facts, say)
 
 
-def why_local(config: LibraConfig) -> str:
-    """Why there is no Slurm to ask; empty when there is one."""
-    if config.launch.mode == "local":
-        return "launch.mode=local"
-    if machine.has_slurm():
-        return ""
-    return "sbatch is not on PATH, or its controller does not answer (scontrol ping)"
+def why_local(mode: str, has_sbatch: bool, answers: Callable[[], bool]) -> tuple[str, bool]:
+    """Why there is no Slurm to ask ("" when there is one), and whether that is wrong: programs without a controller, say."""
+    if mode == "local":
+        return "launch.mode=local", False
+    if has_sbatch:
+        return ("", False) if answers() else ("sbatch is here, and no controller answers (scontrol ping)", True)
+    return "sbatch is not on PATH", mode == "slurm"
 
 
 def make_order(wish: Wish, folder: Path, facts: SlurmFacts | None) -> Order:

@@ -33,10 +33,11 @@ Say = Callable[[str], None]
 
 
 class Submitted:
-    """A job of the doctor. `cancel` may be called at any time, also twice."""
+    """A job of the doctor. `expected` is what `sbatch --test-only` said. `cancel` may be called at any time, also twice."""
 
-    def __init__(self, job_id: int, say: Say) -> None:
+    def __init__(self, job_id: int, expected: str, say: Say) -> None:
         self.job_id = job_id
+        self.expected = expected
         self.waited_s = 0.0
         self._say = say
 
@@ -151,7 +152,7 @@ def submit(path: Path, text: str, say: Say) -> Submitted | str:
     number = answer.out.strip().partition(";")[0]
     if not answer.is_ok or not number.isdigit():
         return answer.words or "sbatch printed no job id"
-    return Submitted(int(number), say)
+    return Submitted(int(number), test.words, say)
 
 
 def follow(job: Submitted, order: Order, queue_wait_s: float) -> JobStory:
@@ -159,7 +160,8 @@ def follow(job: Submitted, order: Order, queue_wait_s: float) -> JobStory:
     try:
         late = job.wait_start(queue_wait_s)
         if late:
-            return JobStory(job.job_id, PENDING, (), job.waited_s, f"job {job.job_id} was {late}, and was cancelled")
+            told = f"job {job.job_id} was {late}, and was cancelled; before: {job.expected}"
+            return JobStory(job.job_id, PENDING, (), job.waited_s, told)
         ended = job.wait_end(longest_s(order.limits) + END_PATIENCE_S, lambda: str(_driver(order).get("doing", "")))
     finally:
         job.cancel()

@@ -85,5 +85,5 @@ def read_order(folder: Path) -> Order:
     """Raises DamagedRecordError when the folder holds none."""
     record: dict[str, Any] | None = read_json(folder / ORDER_FILE)
     if record is None:
-        raise DamagedRecordError(f"{folder} has no {ORDER_FILE}")
+        raise DamagedRecordError(f"{folder} has no {ORDER_FILE}; is the run root the same folder on every node?")
     return Order(**{**record, "limits": Limits(**record["limits"])})

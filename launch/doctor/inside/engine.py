@@ -224,7 +224,7 @@ def _reload(
     report.values["differences"] = {
         "after the same weights": difference(started, same),
         "after others and back": difference(started, back),
-        "against transformers": max(proofs),
+        "against transformers": largest(proofs),
     }
     report.values["moved"] = difference(started, other)
     report.values["tolerance"] = context.config.weights.proof_tolerance
@@ -264,14 +264,18 @@ def difference(one: Sequence[tuple[list[int], list[float]]], other: Sequence[tup
     Behind the first token that differs the contexts differ too, and log-probs say nothing about the weights. One token may
     differ for rounding alone.
     """
-    worst, compared = 0.0, 0
+    found: list[float] = []
     for (ids, scores), (other_ids, other_scores) in zip(one, other, strict=True):
         for token, score, other_token, other_score in zip(ids, scores, other_ids, other_scores, strict=True):
             if token != other_token:
                 break
-            compared += 1
-            worst = max(worst, abs(score - other_score))
-    return worst if 2 * compared >= sum(len(ids) for ids, _ in one) else math.inf
+            found.append(abs(score - other_score))
+    return largest(found) if 2 * len(found) >= sum(len(ids) for ids, _ in one) else math.inf
+
+
+def largest(found: Sequence[float]) -> float:
+    """NaN when one of them is NaN, which `max` may overlook."""
+    return math.nan if any(math.isnan(value) for value in found) else max(found)
 
 
 if __name__ == "__main__":

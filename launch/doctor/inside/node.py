@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from launch.doctor.inside.meeting import Meeting, Scene
 from launch.doctor.order import Order, read_order
 from launch.doctor.probes import MEASURES
-from stages.files import DamagedRecordError, make_directory, write_json_atomic
+from stages.files import make_directory, write_json_atomic
 
 RANK_VARIABLE = "SLURM_PROCID"
 NODE_VARIABLE = "SLURMD_NODENAME"
@@ -40,7 +41,7 @@ def measure_all(order: Order, rank: int, node: str) -> dict[str, Any]:
         _write(order, {**report, "doing": key})
         try:
             report[key] = measure(scene)
-        except (OSError, ValueError, RuntimeError, DamagedRecordError) as error:
+        except (OSError, ValueError, RuntimeError, subprocess.SubprocessError) as error:
             report[key] = {"error": f"{type(error).__name__}: {error}"}
     report["done"] = True
     _write(order, report)

@@ -37,7 +37,7 @@ def _absent(evidence: Evidence) -> Finding:
         return problem(
             "all-reduce", str(step.get("said")), "not be able to train over these nodes; the words above say why"
         )
-    return not_tried("all-reduce", evidence.job.trouble or "the job did not get so far", "find out with the first run")
+    return not_tried("all-reduce", evidence.no_step, "find out with the first run")
 
 
 def _measured(title: str, found: Report, where: str) -> Finding:

@@ -30,12 +30,11 @@ def judge(evidence: Evidence) -> list[Finding]:
 
 def _identity(differences: dict[str, float], tolerance: float, moved: float, reload_s: float) -> Finding:
     """`moved`: how far other weights moved the same log-probs. Without that an engine that ignores reloads would pass."""
-    worst = max(differences.values())
     listed = ", ".join(f"{what} {_nats(value)}" for what, value in differences.items())
     seen = (
         f"log-probs: {listed}; allowed {tolerance:g} nats; other weights: {_nats(moved)}; {seconds(reload_s)} a reload"
     )
-    if not worst <= tolerance:
+    if not all(value <= tolerance for value in differences.values()):  # also for NaN
         return problem(IDENTITY, seen, "refuse every in-place reload here; use rollout_weight_reload_method=restart")
     if not moved > tolerance:
         return problem(IDENTITY, f"{seen}: the reload changes nothing", "refuse every in-place reload here")
@@ -55,4 +54,4 @@ def _absent(evidence: Evidence) -> Finding:
         return problem(
             name, str(step.get("said") or "the program left no word"), "probably not be able to generate here"
         )
-    return not_tried(name, evidence.job.trouble or "the job did not get so far", "find out with the first run")
+    return not_tried(name, evidence.no_step, "find out with the first run")

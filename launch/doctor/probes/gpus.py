@@ -166,7 +166,7 @@ def _side_by_side(evidence: Evidence) -> Finding:
     reports = {step: report for step in SIDE_BY_SIDE if (report := _report(evidence, step))}
     wanted = [step for step in SIDE_BY_SIDE if step in evidence.steps]
     if not wanted:
-        return not_tried(name, evidence.job.trouble or "the job did not get so far", "start them with --exact")
+        return not_tried(name, evidence.no_step, "start them with --exact")
     missing = [step for step in wanted if step not in reports]
     if missing:
         why = _why_no_step(evidence, missing[0])
@@ -216,7 +216,7 @@ def _report(evidence: Evidence, step: str) -> Report:
 
 
 def _why_no_step(evidence: Evidence, step: str) -> str:
-    return str(evidence.steps.get(step, {}).get("said") or evidence.job.trouble or "the job did not get so far")
+    return str(evidence.steps.get(step, {}).get("said") or evidence.no_step)
 
 
 def _shown(facts: Report) -> str:

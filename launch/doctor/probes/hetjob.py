@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from launch.doctor.evidence import Evidence
 from launch.doctor.finding import Finding, not_tried, note, ok, problem
+from launch.doctor.slurm_facts import SlurmFacts
 from launch.doctor.wording import seconds
 
 SINGLE = "use slurm.layout=single: one ordinary job with exact steps (the profile says so)"
@@ -17,7 +18,7 @@ def judge(evidence: Evidence) -> list[Finding]:
         return [not_tried("heterogeneous jobs", story.said or "not asked", "try slurm.layout=hetjob as configured")]
     if not story.allowed:
         return [note("heterogeneous jobs", f"refused: {story.said}", SINGLE)]
-    if must_be_single(evidence):
+    if not _can_start(evidence.slurm):
         return [note("heterogeneous jobs", "accepted, but without sched/backfill they never start", SINGLE)]
     return [
         ok("heterogeneous jobs", f"accepted (sbatch --test-only): {story.said}", "use slurm.layout as configured"),
@@ -27,10 +28,14 @@ def judge(evidence: Evidence) -> list[Finding]:
 
 def must_be_single(evidence: Evidence) -> bool:
     """Are heterogeneous jobs known not to work here?"""
-    if evidence.slurm is None or evidence.hetjob.allowed is None:
+    story = evidence.hetjob
+    if evidence.slurm is None or story.allowed is None:
         return False
-    scheduler = evidence.slurm.config.get("SchedulerType", "sched/backfill")
-    return not evidence.hetjob.allowed or scheduler != "sched/backfill" or evidence.hetjob.state == "FAILED"
+    return not story.allowed or story.state == "FAILED" or not _can_start(evidence.slurm)
+
+
+def _can_start(facts: SlurmFacts) -> bool:
+    return facts.config.get("SchedulerType", "sched/backfill") == "sched/backfill"
 
 
 def _real(evidence: Evidence) -> Finding:

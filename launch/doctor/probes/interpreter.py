@@ -66,7 +66,7 @@ def _answered(evidence: Evidence) -> Finding:
     """Every node of the job has to tell something; what it is that stopped it comes from srun and the step's log."""
     name = "nodes that answered"
     if not evidence.job.nodes:
-        return not_tried(name, evidence.job.trouble or "there was no job", "say the same of a run's job")
+        return not_tried(name, evidence.no_step, "say the same of a run's job")
     finished = [node for node, report in evidence.nodes.items() if report.get("done")]
     silent = [node for node in evidence.job.nodes if node not in finished]
     if not silent:

@@ -20,9 +20,9 @@ INFINITE = -1
 def measure(_scene: Scene) -> dict[str, Any]:
     """Soft and hard limit of each; -1 is unlimited. Memory in bytes."""
     return {
-        "nofile": resource.getrlimit(resource.RLIMIT_NOFILE),
-        "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK),
-        "nproc": resource.getrlimit(resource.RLIMIT_NPROC),
+        "nofile": list(resource.getrlimit(resource.RLIMIT_NOFILE)),
+        "memlock": list(resource.getrlimit(resource.RLIMIT_MEMLOCK)),
+        "nproc": list(resource.getrlimit(resource.RLIMIT_NPROC)),
     }
 
 

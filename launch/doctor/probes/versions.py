@@ -17,6 +17,14 @@ FIXED_SLURMD = {(25, 5): 8, (25, 11): 6}
 
 def judge(evidence: Evidence) -> list[Finding]:
     facts = evidence.slurm
+    if evidence.silent:
+        return [
+            problem(
+                "Slurm",
+                f"{evidence.absent}; only this machine was examined, and no profile is written",
+                "not submit anything before it answers; say launch.mode=local if this machine is meant",
+            )
+        ]
     if facts is None:
         return [
             note(
