@@ -18,7 +18,7 @@ RECORDED = Path(__file__).parent / "golden" / "doctor"
 CONFIG = (RECORDED / "scontrol_show_config_22.05.8.txt").read_text()
 NODES = (RECORDED / "scontrol_show_node_22.05.8.txt").read_text()
 PARTITIONS = (RECORDED / "scontrol_show_partition_22.05.8.txt").read_text()
-RECORDED_ANSWERS = {
+RECORDED_ANSWERS: dict[tuple[str, ...], Answer] = {
     ("scontrol", "show", "config"): Answer(0, CONFIG),
     ("scontrol", "-o", "show", "node"): Answer(0, NODES),
     ("scontrol", "-o", "show", "partition"): Answer(0, PARTITIONS),
@@ -146,7 +146,7 @@ def healthy(**changes: Any) -> Evidence:
 def changed(evidence: Evidence, node: str, key: str, **values: Any) -> Evidence:
     """`evidence` with some of what `node` said about `key` replaced."""
     nodes = copy.deepcopy(dict(evidence.nodes))
-    nodes[node][key].update(values)  # type: ignore[attr-defined]
+    nodes[node][key].update(values)
     return replace(evidence, nodes=nodes)
 
 

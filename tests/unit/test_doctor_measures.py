@@ -238,9 +238,9 @@ def test_a_port_below_the_ephemeral_range_is_bound_and_given_back() -> None:
 
 
 def test_no_port_below_the_range_is_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random, "sample", lambda _range, count: [taken] * count)
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
+        monkeypatch.setattr(random, "sample", lambda _range, count: [taken] * count)
 
         assert ports.bound_below("127.0.0.1", 40000) == 0
 

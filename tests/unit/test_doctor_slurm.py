@@ -130,7 +130,9 @@ def test_what_slurm_does_not_answer_is_said_and_left_empty() -> None:
 
 def test_only_nodes_of_the_wanted_partition_count() -> None:
     partitions = PARTITIONS.replace("PartitionName=dev", "PartitionName=other").replace("Default=YES", "Default=NO")
-    answers = {("scontrol", "-o", "show", "partition"): Answer(0, PARTITIONS + partitions)}
+    answers: dict[tuple[str, ...], Answer] = {
+        ("scontrol", "-o", "show", "partition"): Answer(0, PARTITIONS + partitions)
+    }
 
     assert len(slurm_facts(answers).nodes) == 4
     assert slurm_facts(answers, partition="other").nodes == ()
