@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,6 @@ from launch.doctor.order import FULL, QUICK, Order
 from launch.doctor.probes import collective, engine, interpreter, packages
 from launch.doctor.slurm_facts import SlurmFacts
 from launch.doctor.workplace import workplace
-from launch.hetjob import config_python
 from stages.files import list_names, make_directory, read_json
 
 QUICK_CPUS = 4
@@ -85,7 +85,7 @@ def make_order(wish: Wish, folder: Path, facts: SlurmFacts | None) -> Order:
         folder=str(folder),
         mode="slurm" if facts else "local",
         quick=wish.quick,
-        python=config_python(wish.config),
+        python=wish.config.launch.python or sys.executable,
         nodes=1 if facts is None else wish.nodes or min(2, len(nodes)) or 1,
         cpus=cpus,
         gpus=gpus,
@@ -116,8 +116,10 @@ def _collect(evidence: Evidence, order: Order, story: JobStory, hetjob: HetjobSt
     names = list_names(order.reports)
     reports = {name.removesuffix(".json"): read_json(order.reports / name) or {} for name in names}
     nodes = [report for name, report in reports.items() if name.startswith("node.")]
+    own = {**evidence.here[interpreter.KEY], "digest_after": interpreter.place()["digest"]}
     return replace(
         evidence,
+        here={**evidence.here, interpreter.KEY: own},
         job=story,
         hetjob=hetjob,
         nodes={str(report["node"]): report for report in sorted(nodes, key=lambda report: int(report["rank"]))},

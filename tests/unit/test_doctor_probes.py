@@ -115,6 +115,15 @@ def test_the_code_on_the_nodes_is_compared(values: dict[str, Any], name: str, st
     assert only(interpreter.judge(evidence), name).status is status
 
 
+def test_code_that_was_edited_meanwhile_is_not_compared() -> None:
+    evidence = changed(healthy(), "node1", "interpreter", digest="new")
+    here = {**evidence.here, "interpreter": {**evidence.here["interpreter"], "digest_after": "newer"}}
+
+    finding = only(interpreter.judge(replace(evidence, here=here)), "the same code")
+
+    assert finding.status is Status.NOT_TRIED
+
+
 def test_another_python_on_a_node_is_a_problem() -> None:
     finding = only(
         packages.judge(changed(healthy(), "node1", "packages", python="3.9.1")), "Python and pickling as here"

@@ -85,6 +85,8 @@ def _why_silent(evidence: Evidence, silent: list[str]) -> str:
 
 def _place(answers: Mapping[str, Report], here: Report) -> Finding:
     name = "the same code"
+    if here.get("digest") != here.get("digest_after", here.get("digest")):
+        return not_tried(name, "files were changed while the doctor ran", "run what is there when a step starts")
     other = {
         node: f"{facts['python']}, Libra in {facts['root']}"
         for node, facts in answers.items()
