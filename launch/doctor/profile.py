@@ -91,7 +91,7 @@ def _given(config: LibraConfig) -> dict[str, tuple[Any, str]]:
 
 def _hardware(evidence: Evidence) -> Iterator[tuple[str, tuple[Any, str]]]:
     nodes = evidence.slurm.nodes if evidence.slurm else ()
-    cards = [len(facts["cards"]) for facts in evidence.answers(gpus.KEY).values()]
+    cards = [gpus.usable(facts) for facts in evidence.answers(gpus.KEY).values()]
     count = min((node.gpus for node in nodes), default=0) if nodes else min(cards, default=0)
     if count:
         source = "Slurm's count for the smallest node" if nodes else "nvidia-smi"

@@ -104,11 +104,12 @@ def test_a_local_machine_without_gpus_keeps_only_its_processors(tmp_path: Path) 
     assert composed(text_of(evidence), tmp_path).launch.mode == "local"
 
 
-def test_a_local_machine_has_as_many_gpus_as_nvidia_smi_lists() -> None:
-    evidence = Evidence(mode="local", quick=True, absent="no sbatch", nodes=healthy().nodes)
-    evidence = changed(evidence, "node0", "gpus", cards=[card(0), card(1), card(2)])
+@pytest.mark.parametrize("visible, count", [(None, 3), ("2", 1), ("", 0)])
+def test_a_local_machine_has_the_gpus_that_are_visible(visible: str | None, count: int) -> None:
+    evidence = Evidence(mode="local", quick=True, absent="no sbatch", nodes={"here": healthy().nodes["node0"]})
+    evidence = changed(evidence, "here", "gpus", cards=[card(0), card(1), card(2)], visible=visible)
 
-    assert values_of(evidence)["hardware"]["gpus_per_node"] == 2, "the least of all nodes"
+    assert values_of(evidence)["hardware"].get("gpus_per_node", 0) == count
 
 
 def slow_with_many_threads(quick: bool) -> Evidence:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from launch.doctor.inside.steps import LocalSteps, Running, Size, SlurmSteps, Steps
 from launch.doctor.order import Limits, Order, read_order
-from launch.doctor.probes import collective, engine
+from launch.doctor.probes import collective, engine, gpus
 from launch.doctor.probes.gpus import OTHER_WAYS, SIDE_BY_SIDE
 from launch.srun import Allocation
 from stages.files import list_names, make_directory, read_json, write_json_atomic
@@ -107,9 +107,10 @@ class Driver:
                 self._ended(running, order.limits.step_s)
 
     def _cards(self) -> int:
-        """GPUs on each node that nvidia-smi has really listed, the least of all nodes."""
+        """GPUs on each node that are really there and visible, the least of all nodes."""
         reports = [read_json(self._order.reports / f"node.{rank}.json") or {} for rank in range(self._order.nodes)]
-        return min(len(report.get("gpus", {}).get("cards", [])) for report in reports)
+        measured = [report.get(gpus.KEY, {}) for report in reports]
+        return min(gpus.usable(facts) if "cards" in facts else 0 for facts in measured)
 
     def _collective(self) -> None:
         order, cards = self._order, self._cards()

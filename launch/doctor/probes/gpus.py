@@ -62,6 +62,11 @@ def visible_list(facts: Report) -> list[str]:
     return [entry.strip() for entry in str(facts["visible"]).split(",") if entry.strip()]
 
 
+def usable(facts: Report) -> int:
+    """Cards that a program started so could use; nvidia-smi lists all of the machine, whatever the variable says."""
+    return len(visible_list(facts)) if facts["cards"] else 0
+
+
 def physical(facts: Report) -> list[str]:
     """The visible GPUs by UUID where nvidia-smi knows it, else by number."""
     by_index = {str(card["index"]): str(card["uuid"]) for card in facts["cards"]}
