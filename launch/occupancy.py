@@ -46,10 +46,10 @@ def claimed(run_dir: Path, *, replace_finished: bool) -> Iterator[Path | None]:
 
 def launcher_mark() -> dict[str, Any]:
     """What run.json says about the process that makes the run, so that others can tell whether it still lives."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _process_start(os.getpid())}
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": process_start(os.getpid())}
 
 
-def _process_start(pid: int) -> str:
+def process_start(pid: int) -> str:
     """Clock ticks after boot at which `pid` started (proc(5), stat field 22); empty when there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
@@ -62,7 +62,7 @@ def _launcher_lives(run: RunDir) -> bool:
     mark = (run.read(run.run_json) or {}).get("launcher") or {}
     if mark.get("host") != socket.gethostname():
         return False
-    return bool(mark.get("started")) and _process_start(int(mark["pid"])) == mark["started"]
+    return bool(mark.get("started")) and process_start(int(mark["pid"])) == mark["started"]
 
 
 def check_free(run_dir: Path, *, replace_finished: bool, watch_s: float = HEARTBEAT_WATCH_S) -> None:
