@@ -18,16 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stages.files import (
-    fsync_path,
-    fsync_paths,
-    json_text,
-    list_names,
-    make_directory,
-    read_json,
-    remove_tree,
-    write_json_atomic,
-)
+from stages.files import list_names, make_directory, read_json, write_json_atomic
+from stages.publication import Publication
 
 SCHEMA_VERSION = 1
 STAMPS = frozenset({"run_id", "attempt", "sequence", "writer"})
@@ -148,6 +140,11 @@ class RunDir:
         return self.root / "desired.json"
 
     @property
+    def excluded_nodes_json(self) -> Path:
+        """Written by the supervisor: nodes that the next job of this run shall not get, with the reason."""
+        return self.root / "excluded_nodes.json"
+
+    @property
     def metrics_jsonl(self) -> Path:
         return self.root / "metrics.jsonl"
 
@@ -188,6 +185,11 @@ class RunDir:
     def cancel_json(self) -> Path:
         """Written by `python -m launch.cancel`, looked at by the supervisor: how people ask for the end of the attempt."""
         return self.attempt_dir / "cancel.json"
+
+    @property
+    def given_up_json(self) -> Path:
+        """Written by the supervisor: instances that this attempt goes on without (`stages.members`)."""
+        return self.attempt_dir / "given_up.json"
 
     @property
     def start_json(self) -> Path:
@@ -355,46 +357,3 @@ class RunDir:
     def manifest(self, directory: Path) -> dict[str, Any] | None:
         """The commit record of a published directory of this run, from any attempt; None when it does not exist."""
         return self.read(directory / "manifest.json", any_attempt=True)
-
-
-@dataclass
-class Publication:
-    """A directory on its way to being published; see `RunDir.publishing`."""
-
-    run: RunDir
-    path: Path
-    final: Path
-    manifest_name: str
-    committed: bool = False
-
-    def commit(self, payload: dict[str, Any], pointer: tuple[Path, dict[str, Any]] | None = None) -> None:
-        """Write the manifest last, make every file and the directory durable, and give the directory its name.
-
-        `pointer` is a record beside the directory, written when the directory has its name (weights/LATEST.json).
-        A directory of that name left by an older attempt is moved aside first and removed.
-        """
-        self._write_manifest(payload)
-        fsync_paths([*(self.path / name for name in list_names(self.path)), self.path])
-        trash = self._move_aside()
-        os.rename(self.path, self.final)
-        self.committed = True
-        if pointer is None:
-            fsync_path(self.final.parent)
-        else:
-            self.run.write(*pointer)  # its fsync of the common parent covers both names
-        if trash is not None:
-            remove_tree(trash)
-
-    def _write_manifest(self, payload: dict[str, Any]) -> None:
-        """Not by rename: nobody looks into the directory before it has its name."""
-        manifest = self.path / self.manifest_name
-        text = json_text(self.run.stamped(manifest, payload))
-        with os.fdopen(os.open(manifest, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as handle:
-            handle.write(text)
-
-    def _move_aside(self) -> Path | None:
-        if self.final.name not in list_names(self.final.parent):
-            return None
-        trash = self.final.with_name(f".{self.final.name}.trash-{secrets.token_hex(4)}")
-        os.rename(self.final, trash)
-        return trash

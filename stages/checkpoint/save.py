@@ -16,7 +16,8 @@ from stages.checkpoint.errors import TRAVELS, NoCheckpointSpaceError, SaveError
 from stages.checkpoint.find import Checkpoint
 from stages.checkpoint.manifest import CheckpointManifest, FileEntry, Fingerprint, Layout, rank_file
 from stages.checkpoint.tensors import file_bytes, write_tensors
-from stages.rundir import Publication, RunDir
+from stages.publication import Publication
+from stages.rundir import RunDir
 from stages.weights.collect import sweep_leftovers
 from stages.weights.ranks import RankGroup, agree
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from conf.sections import WeightsConfig
-from stages.rundir import Publication, RunDir
+from stages.publication import Publication
+from stages.rundir import RunDir
 from stages.weights.boxes import runs
 from stages.weights.collect import sweep_leftovers
 from stages.weights.errors import NoSpaceError, PublishError

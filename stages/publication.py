@@ -1,0 +1,57 @@
+"""A directory on its way to being published: filled under a temporary name, renamed when its manifest is in it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stages.files import fsync_path, fsync_paths, json_text, list_names, remove_tree
+
+if TYPE_CHECKING:
+    from stages.rundir import RunDir
+
+
+@dataclass
+class Publication:
+    """See `RunDir.publishing`."""
+
+    run: RunDir
+    path: Path
+    final: Path
+    manifest_name: str
+    committed: bool = False
+
+    def commit(self, payload: dict[str, Any], pointer: tuple[Path, dict[str, Any]] | None = None) -> None:
+        """Write the manifest last, make every file and the directory durable, and give the directory its name.
+
+        `pointer` is a record beside the directory, written when the directory has its name (weights/LATEST.json).
+        A directory of that name left by an older attempt is moved aside first and removed.
+        """
+        self._write_manifest(payload)
+        fsync_paths([*(self.path / name for name in list_names(self.path)), self.path])
+        trash = self._move_aside()
+        os.rename(self.path, self.final)
+        self.committed = True
+        if pointer is None:
+            fsync_path(self.final.parent)
+        else:
+            self.run.write(*pointer)  # its fsync of the common parent covers both names
+        if trash is not None:
+            remove_tree(trash)
+
+    def _write_manifest(self, payload: dict[str, Any]) -> None:
+        """Not by rename: nobody looks into the directory before it has its name."""
+        manifest = self.path / self.manifest_name
+        text = json_text(self.run.stamped(manifest, payload))
+        with os.fdopen(os.open(manifest, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as handle:
+            handle.write(text)
+
+    def _move_aside(self) -> Path | None:
+        if self.final.name not in list_names(self.final.parent):
+            return None
+        trash = self.final.with_name(f".{self.final.name}.trash-{secrets.token_hex(4)}")
+        os.rename(self.final, trash)
+        return trash
