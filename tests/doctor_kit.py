@@ -105,6 +105,7 @@ def healthy(**changes: Any) -> Evidence:
         mode="slurm",
         quick=False,
         gpus=2,
+        configured={"hardware.link_bytes_per_s": 450e9, "hardware.network_bytes_per_s": 50e9},
         here={
             "packages": dict(VERSIONS),
             "interpreter": {"python": "/env/python", "root": "/code", "digest": "d"},

@@ -40,12 +40,13 @@ class Evidence:
     """`gpus`: how many the job asked for on each node. `nodes`, `steps` and `programs` are reports by name.
 
     `here` are the answers of the interpreter that runs the doctor. `absent` says why there is no `slurm`; `silent`: there
-    should be one, and it does not answer.
+    should be one, and it does not answer. `configured` are the rates that the planner would use, by option.
     """
 
     mode: str
     quick: bool
     gpus: int = 0
+    configured: Mapping[str, float] = field(default_factory=dict)
     here: Report = field(default_factory=dict)
     slurm: SlurmFacts | None = None
     absent: str = ""

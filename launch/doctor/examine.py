@@ -17,6 +17,7 @@ from launch.doctor.evidence import Evidence, HetjobStory, JobStory
 from launch.doctor.inside.driver import drive_here
 from launch.doctor.order import FULL, QUICK, Order
 from launch.doctor.probes import collective, engine, interpreter, packages
+from launch.doctor.probes.collective import RATES
 from launch.doctor.slurm_facts import SlurmFacts
 from launch.doctor.workplace import workplace
 from stages.files import list_names, make_directory, read_json
@@ -54,6 +55,7 @@ def examine(wish: Wish, say: Say) -> Evidence:
             mode=order.mode,
             quick=wish.quick,
             gpus=order.gpus,
+            configured={name: getattr(wish.config.hardware, name.partition(".")[2]) for name in RATES.values()},
             here=here,
             slurm=facts,
             absent=absent,

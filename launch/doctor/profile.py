@@ -111,14 +111,10 @@ def _hardware(evidence: Evidence) -> Iterator[tuple[str, tuple[Any, str]]]:
 
 
 def _rates(evidence: Evidence) -> Iterator[tuple[str, tuple[Any, str]]]:
-    found = evidence.programs.get(collective.PROGRAM, {})
-    if found.get("backend") != "nccl" or found.get("error"):
-        return
-    names = {collective.NODE: "hardware.link_bytes_per_s", collective.NETWORK: "hardware.network_bytes_per_s"}
-    for where, rate in found["bus_bytes_per_s"].items():
+    for option, rate in collective.corrected_rates(evidence).items():
         yield (
-            names[where],
-            (_rounded_down(rate), f"NCCL all-reduce {where}, {found['ranks']} ranks: achieved, not the data sheet's"),
+            option,
+            (_rounded_down(rate), "reached by an NCCL all-reduce; the configured rate cannot be this hardware's"),
         )
 
 

@@ -335,9 +335,19 @@ def test_nodes_without_gpus_still_start_steps_side_by_side() -> None:
 
 
 def test_nvidia_smi_is_read_as_recorded() -> None:
-    text = "0, GPU-6f1c, NVIDIA H200, 143771, 580.159.04\n1, GPU-77aa, NVIDIA H200, [N/A], 580.159.04\nNo devices\n"
+    """Two H200; the third line is made after nvidia-smi's manual (a field that a driver does not tell)."""
+    text = (
+        "0, GPU-1971afd1-31ca-6c0a-72a9-95a8825ecc79, NVIDIA H200, 143771, 580.159.04\n"
+        "1, GPU-a0c479a6-30f4-a3ad-c3b4-9d5efdd793f4, NVIDIA H200, 143771, 580.159.04\n"
+        "2, GPU-2, NVIDIA H200, [N/A], 580.159.04\n"
+        "No devices were found\n"
+    )
 
-    assert gpus.parse_cards(text) == [card(0, uuid="GPU-6f1c"), card(1, uuid="GPU-77aa", memory_bytes=0)]
+    assert gpus.parse_cards(text) == [
+        card(0, uuid="GPU-1971afd1-31ca-6c0a-72a9-95a8825ecc79"),
+        card(1, uuid="GPU-a0c479a6-30f4-a3ad-c3b4-9d5efdd793f4"),
+        card(2, memory_bytes=0),
+    ]
 
 
 # ---- ports, files, clocks --------------------------------------------------------------------------------------------------------
@@ -445,13 +455,24 @@ def with_program(name: str, **values: Any) -> Evidence:
     return replace(evidence, programs={**evidence.programs, name: {**evidence.programs[name], **values}})
 
 
-def test_nccl_rates_go_to_their_options() -> None:
+def test_nccl_rates_are_compared_with_their_options() -> None:
     findings = collective.judge(healthy())
 
     assert [finding.status for finding in findings] == [Status.OK, Status.OK]
     assert "361.2 GB/s bus bandwidth inside a node" in findings[0].seen
-    assert "hardware.link_bytes_per_s" in findings[0].libra
-    assert "hardware.network_bytes_per_s" in findings[1].libra
+    assert "80% of hardware.link_bytes_per_s=4.5e+11" in findings[0].seen
+    assert "84% of hardware.network_bytes_per_s=5e+10" in findings[1].seen
+    assert collective.corrected_rates(healthy()) == {}
+
+
+@pytest.mark.parametrize("measured", [2.2e10, 6e11])
+def test_a_rate_that_cannot_be_the_configured_hardware_s_is_corrected(measured: float) -> None:
+    evidence = with_program("collective", bus_bytes_per_s={"inside a node": measured})
+
+    (finding,) = collective.judge(evidence)
+
+    assert finding.status is Status.NOTE
+    assert collective.corrected_rates(evidence) == {"hardware.link_bytes_per_s": measured}
 
 
 def test_gloo_is_not_called_nccl() -> None:

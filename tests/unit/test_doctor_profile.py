@@ -41,9 +41,16 @@ def test_a_run_gets_what_was_measured(tmp_path: Path) -> None:
     assert (config.hardware.gpus_per_node, config.hardware.cpus_per_node) == (2, 4)
     assert config.hardware.gpu_memory_bytes == pytest.approx(143771 * 2**20, rel=1e-3)
     assert config.hardware.gpu_memory_bytes <= 143771 * 2**20
-    assert config.hardware.link_bytes_per_s == 3.612e11
-    assert config.hardware.network_bytes_per_s == 4.2e10
     assert config.slurm.layout == LibraConfig().slurm.layout
+
+
+def test_a_link_that_is_not_the_configured_one_s_is_corrected(tmp_path: Path) -> None:
+    evidence = healthy(configured={"hardware.link_bytes_per_s": 450e9, "hardware.network_bytes_per_s": 450e9})
+
+    config = composed(text_of(evidence), tmp_path)
+
+    assert config.hardware.link_bytes_per_s == 450e9, "80 % of it were reached: it can be right"
+    assert config.hardware.network_bytes_per_s == 4.2e10
 
 
 def test_it_wins_over_the_hardware_group_of_an_experiment(tmp_path: Path) -> None:

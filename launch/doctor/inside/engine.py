@@ -51,6 +51,7 @@ ON_GPU = (
     "hardware.gpus_per_node=2",
     "hardware.gpu_memory_bytes=40e9",
     "rollout.dtype=bfloat16",
+    "rollout.kv_cache_bytes=0",
     "rollout.gpu_memory_utilization=0.3",
     "weights.dtype=bfloat16",
     "weights.proof_tolerance=0.05",
@@ -95,15 +96,14 @@ def _vllm_name() -> str:
 
 def _examine(order: Order, device: str, report: Report) -> None:
     report.now("making a model")
-    overrides = ["+experiment=demo", "warmup.steps=0", "launch.mode=local", "phase_trace_enabled=false"]
-    overrides += [f"rollout.ready_timeout_s={order.limits.program_s * 0.7}", *(ON_GPU if device == "cuda" else ())]
-    config = compose(overrides)
+    words = overrides(device, order.limits.program_s * 0.7)
+    config = compose(words)
     source = order.path / "engine-model"
-    models = {seed: _make_model(config, seed) for seed in (0, 1)}
-    _save(models[0], config, source)
+    models = {seed: make_model(config, seed) for seed in (0, 1)}
+    save(models[0], config, source)
     report.values["model"] = f"a made model of {models[0].num_parameters() / 1e6:.1f} million parameters"
     report.now("making a run directory")
-    prepared = prepare([*overrides, f"model_path={source}", f"launch.run_dir={order.path / 'engine'}"])
+    prepared = prepare([*words, f"model_path={source}", f"launch.run_dir={order.path / 'engine'}"])
     run = create_run(prepared)
     report.values["ready_timeout_s"] = compose([]).rollout.ready_timeout_s
     report.now("starting the server")
@@ -115,7 +115,13 @@ def _examine(order: Order, device: str, report: Report) -> None:
             _reload(context, status, server, models, source, report)
 
 
-def _make_model(config: LibraConfig, seed: int) -> Any:
+def overrides(device: str, ready_timeout_s: float) -> list[str]:
+    """The demo without its warm-up; on a GPU in the number format of real runs."""
+    common = ["+experiment=demo", "warmup.steps=0", "launch.mode=local", "phase_trace_enabled=false"]
+    return [*common, f"rollout.ready_timeout_s={ready_timeout_s}", *(ON_GPU if device == "cuda" else ())]
+
+
+def make_model(config: LibraConfig, seed: int) -> Any:
     from stages.warmup import policy, vocabulary
 
     tokenizer = vocabulary.build_tokenizer(config.warmup.alphabet, list(config.warmup.phrases))
@@ -127,7 +133,7 @@ def _make_model(config: LibraConfig, seed: int) -> Any:
     return model
 
 
-def _save(model: Any, config: LibraConfig, folder: Path) -> None:
+def save(model: Any, config: LibraConfig, folder: Path) -> None:
     from stages.warmup import vocabulary
 
     model.save_pretrained(folder)
