@@ -58,8 +58,8 @@ def node_report(rank: int, world: int = 2) -> dict[str, Any]:
         "interpreter": {"python": "/env/python", "root": "/code", "digest": "d", "import_s": 0.5, "import_error": ""},
         "packages": dict(VERSIONS),
         "cpus": {"seen": 4, "machine": 64, "told": "4", "asked": 4},
-        "memory": {"machine": 512 * 2**30, "limit": 64 * 2**30, "asked": 0},
-        "gpus": {"visible": "0,1", "cards": [card(0), card(1)], "no_cards": "", "devices": 2, "asked": 2},
+        "memory": {"machine": 512 * 2**30, "limit": 64 * 2**30},
+        "gpus": {"visible": "0,1", "cards": [card(0), card(1)], "no_cards": "", "devices": 2},
         "limits": {"nofile": [1024, 524288], "memlock": [-1, -1], "nproc": [-1, -1]},
         "shm": {"total": 10**11, "free": 10**11, "leftovers": []},
         "ports": {

@@ -14,8 +14,12 @@ FOLDER_PREFIX = ".libra-doctor-"
 
 @dataclass(frozen=True)
 class Limits:
-    """How long and how much. `listed_s` and `exists_s`: when a file that another node published counts as unseen."""
+    """How long and how much. `listed_s` and `exists_s`: when a file that another node published counts as unseen.
 
+    `import_s` bounds the first thing that every node does, so nodes are at most so far apart when they first meet.
+    """
+
+    import_s: float
     peers_s: float
     step_s: float
     listed_s: float
@@ -27,6 +31,7 @@ class Limits:
 
 
 QUICK = Limits(
+    import_s=15.0,
     peers_s=10.0,
     step_s=8.0,
     listed_s=5.0,
@@ -38,6 +43,7 @@ QUICK = Limits(
 )
 # An NFS client may not see a new name for acdirmax, 60 s by default (nfs(5)).
 FULL = Limits(
+    import_s=120.0,
     peers_s=60.0,
     step_s=60.0,
     listed_s=180.0,

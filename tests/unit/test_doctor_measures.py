@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from launch.doctor.evidence import Evidence
 from launch.doctor.finding import Status
-from launch.doctor.inside.meeting import Meeting
+from launch.doctor.inside.meeting import Meeting, Scene
 from launch.doctor.inside.node import measure_all
 from launch.doctor.order import QUICK, Limits, Order, read_order
 from launch.doctor.probes import (
@@ -104,7 +104,7 @@ def test_measuring_leaves_no_large_file(measured: Evidence, tmp_path: Path) -> N
 
 
 def test_a_node_whose_peers_never_come_says_so_and_goes_on(tmp_path: Path) -> None:
-    limits = replace(SMALL, peers_s=0.2, listed_s=0.2, exists_s=0.2, transfer_s=0.1)
+    limits = replace(SMALL, import_s=0.2, peers_s=0.2, listed_s=0.2, exists_s=0.2, transfer_s=0.1)
 
     report = measure_all(make_order(tmp_path, 2, limits), 0, "n0")
 
@@ -257,3 +257,21 @@ def test_versions_are_told_without_importing_anything() -> None:
     assert found["python"] == ".".join(map(str, os.sys.version_info[:3]))  # type: ignore[attr-defined]
     assert found["submitit"][0].isdigit()
     assert packages.SAME_AS_HERE[0] in found
+
+
+def test_an_import_that_takes_too_long_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter, "IMPORTS", "import time; time.sleep(60)")
+    scene = Scene(make_order(tmp_path, 1, replace(SMALL, import_s=0.1)), "n0", Meeting(tmp_path, 0, 1, 1.0))
+
+    found = interpreter.measure(scene)
+
+    assert (found["import_s"], found["import_error"]) == (None, "not over after 0.1 s")
+
+
+def test_an_import_that_fails_is_told_with_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter, "IMPORTS", "import no_such_module")
+    scene = Scene(make_order(tmp_path, 1), "n0", Meeting(tmp_path, 0, 1, 1.0))
+
+    found = interpreter.measure(scene)
+
+    assert (found["import_s"], found["import_error"]) == (None, "ModuleNotFoundError: No module named 'no_such_module'")

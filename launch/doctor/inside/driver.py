@@ -44,7 +44,7 @@ def drive_here(order: Order) -> None:
 
 def nodes_deadline_s(limits: Limits) -> float:
     """All waits of `inside.node` one after another; it ends far earlier when nothing hangs."""
-    return 4 * limits.peers_s + 2 * (limits.listed_s + limits.exists_s) + 12 * limits.transfer_s
+    return limits.import_s + 4 * limits.peers_s + 2 * (limits.listed_s + limits.exists_s) + 12 * limits.transfer_s
 
 
 def longest_s(limits: Limits) -> float:

@@ -52,7 +52,8 @@ def judge(evidence: Evidence) -> list[Finding]:
 
 
 def _text(facts: Report) -> str:
-    return f"asked for {facts['asked']}, sees {facts['seen']} of {facts['machine']}"
+    told = facts["told"] or "unset"
+    return f"asked for {facts['asked']}, sees {facts['seen']} of {facts['machine']} (SLURM_CPUS_PER_TASK {told})"
 
 
 def _is_short(facts: Report) -> bool:

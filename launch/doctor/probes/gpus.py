@@ -21,9 +21,9 @@ OTHER_WAYS = {"other_gres": "--gres=gpu:{}", "other_gpus": "--gpus={}"}
 """Tried only when --gpus-per-node does not work."""
 
 
-def measure(scene: Scene) -> dict[str, Any]:
+def measure(_scene: Scene) -> dict[str, Any]:
     """`visible`: CUDA_VISIBLE_DEVICES, None when unset. `cards`: what nvidia-smi lists. `devices`: device files."""
-    return {**visibility(), "asked": scene.order.gpus}
+    return visibility()
 
 
 def visibility() -> dict[str, Any]:
@@ -99,7 +99,8 @@ def _cards(evidence: Evidence) -> Finding:
 
 def _no_cards(evidence: Evidence, answers: Mapping[str, Report]) -> Finding:
     asked = evidence.gpus
-    reason = next(iter(answers.values()))["no_cards"] or "nvidia-smi lists none"
+    facts = next(iter(answers.values()))
+    reason = f"{facts['no_cards'] or 'nvidia-smi lists none'}; {facts['devices']} files /dev/nvidia*"
     if not asked:
         return note("GPUs", f"none ({reason})", "run on processors (hardware=cpu), which is for trying things out")
     return note(

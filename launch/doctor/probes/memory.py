@@ -14,13 +14,12 @@ KEY = "memory"
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-def measure(scene: Scene) -> dict[str, Any]:
+def measure(_scene: Scene) -> dict[str, Any]:
     """Bytes. `limit`: the tightest memory limit of the step's control groups; 0 when there is none."""
     total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
     return {
         "machine": int(total.split()[1]) * 1024,
         "limit": cgroup_limit(Path("/proc/self/cgroup").read_text(), CGROUPS),
-        "asked": scene.order.mem_bytes,
     }
 
 

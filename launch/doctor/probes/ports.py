@@ -51,17 +51,18 @@ def bound_below(address: str, floor: int) -> int:
 
 def _reach_next(scene: Scene, address: str) -> dict[str, str]:
     token = scene.order.token.encode()
+    first_meeting_s = scene.order.limits.import_s + scene.order.limits.peers_s
     with ExitStack() as stack:
         ports = [stack.enter_context(_answering(host, token)) for host in (address, "")]
         scene.meeting.say("ports", address=address, name=socket.getfqdn(), ports=ports)
-        there = scene.meeting.hear("ports", (scene.rank + 1) % scene.world)
+        there = scene.meeting.hear("ports", (scene.rank + 1) % scene.world, first_meeting_s)
         reached = {
             "address": _call(there["address"], there["ports"][0], token),
             "name": _call(there["name"], there["ports"][1], token),
         }
         # Nobody closes before everybody has called.
         scene.meeting.say("called")
-        scene.meeting.hear_all("called")
+        scene.meeting.hear_all("called", deadline_s=first_meeting_s)
     return reached
 
 
