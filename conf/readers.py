@@ -38,7 +38,7 @@ def readers() -> dict[str, tuple[str, ...]]:
     results: Types = {}
     for tree in trees.values():
         results |= _results(tree)
-    found: dict[str, set[str]] = {name: set() for name in _leaves().values()}
+    found: dict[str, set[str]] = {name: set() for names in _leaves().values() for name in names}
     for file, tree in trees.items():
         for option in _Reader(results).read(tree) if _uses_options(file) else ():
             found[option].add(file)
@@ -62,19 +62,30 @@ def _uses_options(file: str) -> bool:
 
 
 @cache
-def _sections() -> dict[str, str]:
-    """Field of LibraConfig that is a section -> the section's class."""
-    hints: dict[str, type] = typing.get_type_hints(LibraConfig)
-    return {name: kind.__name__ for name, kind in hints.items() if is_dataclass(kind)}
+def _sections() -> dict[tuple[str, str], str]:
+    """(config class, field of it that is a section) -> the section's class."""
+    found: dict[tuple[str, str], str] = {}
+    waiting: list[type] = [LibraConfig]
+    while waiting:
+        owner = waiting.pop()
+        for name, kind in typing.get_type_hints(owner).items():
+            if is_dataclass(kind):
+                assert isinstance(kind, type)
+                found[owner.__name__, name] = kind.__name__
+                waiting.append(kind)
+    return found
 
 
 @cache
-def _leaves() -> dict[tuple[str, str], str]:
-    """(config class, field) -> dotted name of the option."""
-    found: dict[tuple[str, str], str] = {}
+def _leaves() -> dict[tuple[str, str], tuple[str, ...]]:
+    """(config class, field) -> dotted names: one, or those of all sections of that class (slurm.trainer, slurm.rollout)."""
+    found: dict[tuple[str, str], tuple[str, ...]] = {}
     for name in declared(LibraConfig):
-        section, _, leaf = name.rpartition(".")
-        found[_sections()[section] if section else "LibraConfig", leaf] = name
+        *parents, leaf = name.split(".")
+        owner = "LibraConfig"
+        for parent in parents:
+            owner = _sections()[owner, parent]
+        found[owner, leaf] = (*found.get((owner, leaf), ()), name)
     return found
 
 
@@ -138,9 +149,9 @@ class _Reader(ast.NodeVisitor):
             self.names[node.target.id] = _annotated(node.annotation)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        option = _leaves().get((self._kind(node.value) or "", node.attr))
-        if option is not None and isinstance(node.ctx, ast.Load):
-            self.found.add(option)
+        options = _leaves().get((self._kind(node.value) or "", node.attr), ())
+        if isinstance(node.ctx, ast.Load):
+            self.found.update(options)
         self.generic_visit(node)
 
     def _bind(self, target: ast.expr, value: ast.expr) -> None:
@@ -164,7 +175,7 @@ class _Reader(ast.NodeVisitor):
     def _attribute(self, node: ast.Attribute) -> str | None:
         owner = self._kind(node.value)
         if owner is not None:
-            return _sections().get(node.attr) if owner == "LibraConfig" else None
+            return _sections().get((owner, node.attr))
         if getattr(node.value, "id", "") == "self" and node.attr in self.attributes:
             return self.attributes[node.attr]
         return "LibraConfig" if node.attr in CONFIG_ATTRIBUTES else None

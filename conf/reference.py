@@ -98,13 +98,17 @@ def section_of(name: str) -> str:
 
 def introductions() -> dict[str, str]:
     """Every section with its line, in order: the owner's first, then the groups as the schema declares them."""
-    groups: dict[str, type] = typing.get_type_hints(LibraConfig)
-    own = {
-        spec.name: " ".join((inspect.getdoc(groups[spec.name]) or "").split())
-        for spec in fields(LibraConfig)
-        if is_dataclass(groups[spec.name]) and groups[spec.name] is not GlobalResourcePlannerConfig
-    }
-    return INTRODUCTIONS | own
+    return INTRODUCTIONS | dict(_groups(LibraConfig, ""))
+
+
+def _groups(root: type, prefix: str) -> Iterator[tuple[str, str]]:
+    """(dotted name, docstring) of every group of options but the owner's, each before those inside it."""
+    kinds: dict[str, type] = typing.get_type_hints(root)
+    for spec in fields(root):
+        kind = kinds[spec.name]
+        if is_dataclass(kind) and kind is not GlobalResourcePlannerConfig:
+            yield prefix + spec.name, " ".join((inspect.getdoc(kind) or "").split())
+            yield from _groups(kind, f"{prefix}{spec.name}.")
 
 
 def type_text(option: Option) -> str:

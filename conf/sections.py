@@ -55,6 +55,13 @@ class HardwareConfig:
     device: str = option("cuda", effect="Where training and generation run", choices=("cuda", "cpu"))
     gpus_per_node: int = option(8, effect="GPUs (or CPU worker slots) on one node", minimum=1, unit="GPUs")
     cpus_per_node: int = option(96, effect="Logical processors on one node", minimum=1, unit="processors")
+    threads_per_core: int = option(
+        2,
+        effect="Logical processors of one core (lscpu, Slurm's ThreadsPerCore); steps get whole cores",
+        minimum=1,
+        unit="processors",
+        reason="right where a core has two, and costs at most one processor a step where it has one",
+    )
     gpu_memory_bytes: float = option(80e9, effect="Memory of one GPU", unit="bytes", minimum=1)
     gpu_flops: float = option(989e12, effect="Peak dense bf16 rate of one GPU", unit="FLOP/s", minimum=1)
     gpu_memory_bytes_per_s: float = option(3.35e12, effect="Memory bandwidth of one GPU", unit="bytes/s", minimum=1)

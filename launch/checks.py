@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.schema import LibraConfig
+from launch.containers import is_contained
 from planner.architecture import Architecture
 from planner.validate import reload_method_problems, start_problems
 
@@ -37,7 +38,7 @@ def before_start(config: LibraConfig, arch: Architecture) -> list[str]:
     task, task_problems = make_task(config)
     return [
         *start_problems(config, arch),
-        *reload_method_problems(config, installed_vllm(config.launch.python)),
+        *reload_method_problems(config, None if is_contained(config) else installed_vllm(config.launch.python)),
         *task_problems,
         *tokenizer_problems(config, chat=task is not None and task.chat),
     ]

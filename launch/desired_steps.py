@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from conf.schema import LibraConfig
 from launch.errors import LibraError
-from planner.placement import slot_cpus, trainer_rank_cpus
+from planner.placement import controller_cpus, slot_cpus, trainer_rank_cpus
 from planner.plan import InstancePlacement, Plan
 from stages.desired import DesiredState, StepSpec
 
@@ -78,7 +78,7 @@ def _controller(config: LibraConfig) -> StepSpec:
         nodes=1,
         tasks=1,
         tasks_per_node=1,
-        cpus_per_task=config.slurm.controller_cpus,
+        cpus_per_task=controller_cpus(config),
         gpus_per_node=0,
         grace_s=config.launch.stop_grace_s,
     )

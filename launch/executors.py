@@ -15,9 +15,10 @@ from submitit.slurm.slurm import SlurmJob
 
 from conf.schema import LibraConfig
 from launch import slurm
+from launch.containers import outer_python
 from launch.desired_steps import desired_steps
 from launch.errors import LibraError
-from launch.hetjob import HetJobSpec, check_path, config_python, job_spec, render, render_job
+from launch.hetjob import HetJobSpec, check_path, job_spec, render, render_job
 from launch.local import LocalPairExecutor, link_log
 from launch.machine import choose_mode
 from launch.scrub import is_foreign
@@ -137,7 +138,7 @@ def reattach(run: RunDir, record: dict[str, Any]) -> Submission:
 
 
 def _submit_local(config: LibraConfig, run: RunDir, entry: Entry) -> Submission:
-    executor = LocalPairExecutor(run.submitit, max_num_timeout=0, python=shlex.quote(config_python(config)))
+    executor = LocalPairExecutor(run.submitit, max_num_timeout=0, python=shlex.quote(outer_python(config)))
     job = executor.submit(supervise, str(run.root), run.attempt, entry)
     return LocalSubmission(run, job)
 
@@ -146,7 +147,7 @@ def _submit_slurm(config: LibraConfig, plan: Plan, run: RunDir, entry: Entry) ->
     spec = job_spec(config, plan, run.root, run.attempt)
     write_bytes_atomic(run.job_sbatch, render_job(config, plan, run.root, run.attempt).encode())
     check_with_slurm(run.job_sbatch)
-    executor = HetJobExecutor(run.submitit, spec, config_python(config))
+    executor = HetJobExecutor(run.submitit, spec, outer_python(config))
     try:
         job = executor.submit(supervise, str(run.root), run.attempt, entry)
     except FailedJobError as error:

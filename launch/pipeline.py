@@ -16,6 +16,7 @@ from conf.reads import reads_of
 from conf.schema import LibraConfig
 from launch import occupancy
 from launch.compose import Composed
+from launch.containers import surroundings
 from launch.errors import ConfigError, InterruptedRunError, LibraError
 from launch.prepare import Prepared, check_machine, complete, prepare, settled
 from launch.tree import HOUSE, Tree
@@ -75,7 +76,8 @@ def warm_up(config: LibraConfig) -> None:
     except OSError as error:
         raise ConfigError([f"launch.cache_dir={folder} cannot hold the starter policy: {error}; change it"]) from error
     try:
-        command = [config.launch.python, "-m", "stages.warmup", "--config", str(request), "--out", config.model_path]
+        command = [*surroundings(config).prefix("trainer"), config.launch.python, "-m", "stages.warmup"]
+        command += ["--config", str(request), "--out", config.model_path]
         done = subprocess.run(command, check=False)
     finally:
         request.unlink(missing_ok=True)

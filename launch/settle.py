@@ -15,6 +15,7 @@ from conf.options import walk
 from conf.schema import LibraConfig
 from launch import machine
 from launch.compose import Composed
+from launch.containers import outer_python
 from launch.sources import COMMAND_LINE
 from stages.warmup.key import CACHED_POLICY, cached_policy_path
 
@@ -75,6 +76,7 @@ def _without_open_ends(config: LibraConfig, choices: Mapping[str, str], place: P
         config.launch,
         mode=machine.choose_mode(config.launch.mode),
         python=config.launch.python or sys.executable,
+        supervisor_python=outer_python(config),
         cache_dir=config.launch.cache_dir or str(_default_cache_dir()),
         run_dir=str(Path(place(config.launch.run_dir, choices)).absolute()),
     )

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launch import slurm
+from launch.containers import BARE, Surroundings
 from launch.steps import Incarnation, Step, StepRunner, StepStartError, StepStatus, step_command, step_environment
 from stages.process import die_with_parent
 
@@ -47,7 +48,9 @@ class Allocation:
         return cls(job_id, ids, tuple(tuple(slurm.expand_nodes(text)) for text in lists), True)
 
 
-def srun_command(incarnation: Incarnation, allocation: Allocation, python: str) -> list[str]:
+def srun_command(
+    incarnation: Incarnation, allocation: Allocation, python: str, around: Surroundings = BARE
+) -> list[str]:
     """The whole command line of one step. Raises StepStartError when the allocation lacks the step's place."""
     spec = incarnation.spec
     if spec.component >= len(allocation.hosts):
@@ -67,7 +70,7 @@ def srun_command(incarnation: Incarnation, allocation: Allocation, python: str) 
         f"--ntasks={spec.tasks}",
         f"--ntasks-per-node={spec.tasks_per_node}",
         f"--cpus-per-task={spec.cpus_per_task}",
-        f"--gpus-per-node={spec.gpus_per_node}",
+        *([f"--gpus-per-node={spec.gpus_per_node}"] if around.asks_for_gpus else []),
         f"--mem={f'{spec.mem_bytes // 2**20}M' if spec.mem_bytes else '0'}",
         "--exact",
         f"--immediate={IMMEDIATE_S}",
@@ -78,7 +81,8 @@ def srun_command(incarnation: Incarnation, allocation: Allocation, python: str) 
         "--open-mode=append",
         f"--job-name={incarnation.unique_name}",
         f"--output={incarnation.log('%t')}",
-        *step_command(python, incarnation),
+        *around.srun_words(spec.role),
+        *step_command(python, incarnation, around.prefix(spec.role)),
     ]
 
 
@@ -160,8 +164,9 @@ def _last_error(text: str) -> str:
 class SrunRunner(StepRunner):
     result_wait_s = 5.0
 
-    def __init__(self, python: str, allocation: Allocation) -> None:
+    def __init__(self, python: str, allocation: Allocation, around: Surroundings = BARE) -> None:
         self._python = python
+        self._around = around
         self._allocation = allocation
 
     def start(self, incarnation: Incarnation) -> Step:
@@ -171,7 +176,7 @@ class SrunRunner(StepRunner):
         try:
             with incarnation.starter_log.open("ab") as errors:
                 process = subprocess.Popen(
-                    srun_command(incarnation, self._allocation, self._python),
+                    srun_command(incarnation, self._allocation, self._python, self._around),
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

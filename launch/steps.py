@@ -159,8 +159,8 @@ def step_environment(incarnation: Incarnation, base: Mapping[str, str]) -> dict[
     return environment
 
 
-def step_command(python: str, incarnation: Incarnation) -> list[str]:
-    return [python, "-u", "-m", "submitit.core._submit", str(incarnation.folder)]
+def step_command(python: str, incarnation: Incarnation, prefix: Sequence[str] = ()) -> list[str]:
+    return [*prefix, python, "-u", "-m", "submitit.core._submit", str(incarnation.folder)]
 
 
 def tail(path: Path, lines: int = 30, limit_bytes: int = 65536) -> list[str]:

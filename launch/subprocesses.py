@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from launch.containers import BARE, Surroundings
 from launch.steps import Incarnation, Step, StepRunner, StepStartError, StepStatus, step_command, step_environment
 from stages.process import die_with_parent
 
@@ -59,8 +60,9 @@ class SubprocessStep(Step):
 class SubprocessRunner(StepRunner):
     """`gpus` is None on a machine whose "GPUs" are CPU worker slots: nothing is handed out and CUDA stays hidden."""
 
-    def __init__(self, python: str, gpus: GpuPool | None) -> None:
+    def __init__(self, python: str, gpus: GpuPool | None, around: Surroundings = BARE) -> None:
         self._python = python
+        self._around = around
         self._gpus = gpus
 
     def start(self, incarnation: Incarnation) -> Step:
@@ -92,7 +94,7 @@ class SubprocessRunner(StepRunner):
         supervisor = os.getpid()
         with incarnation.log(rank).open("ab") as log:
             return subprocess.Popen(
-                step_command(self._python, incarnation),
+                step_command(self._python, incarnation, self._around.prefix(incarnation.spec.role)),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

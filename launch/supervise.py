@@ -13,6 +13,7 @@ import submitit
 
 from conf.load import load
 from conf.schema import LibraConfig
+from launch.containers import surroundings
 from launch.errors import RunFailedError
 from launch.interruption import Interruption
 from launch.journal import Journal
@@ -66,10 +67,11 @@ def supervise(run_dir: str, attempt: int, entry: Entry = run_stage) -> dict[str,
 
 
 def make_runner(config: LibraConfig, cluster: str) -> StepRunner:
-    python = config.launch.python or sys.executable
+    python, around = config.launch.python or sys.executable, surroundings(config)
     if cluster == "slurm":
-        return SrunRunner(python, Allocation.from_environment(os.environ))
-    return SubprocessRunner(python, GpuPool(visible_gpus(os.environ)) if config.hardware.device == "cuda" else None)
+        return SrunRunner(python, Allocation.from_environment(os.environ), around)
+    gpus = GpuPool(visible_gpus(os.environ)) if config.hardware.device == "cuda" else None
+    return SubprocessRunner(python, gpus, around)
 
 
 def describe(cause: Cause) -> str:

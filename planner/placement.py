@@ -79,17 +79,37 @@ def check_instances(config: LibraConfig, *, separate: bool) -> None:
     if per_node % tp and config.rollout_gpus > per_node:
         raise PlanError(f"vllm_tp_size={tp} does not divide hardware.gpus_per_node={per_node}; GPUs would stay idle")
     if separate:
-        aligned_nodes(config.rollout_gpus, per_node, "rollout_gpus")
+        component_sizes(config, aligned_nodes(config.rollout_gpus, per_node, "rollout_gpus"))
+
+
+def whole_cores(config: LibraConfig, processors: int) -> int:
+    """`processors` rounded up to whole cores.
+
+    Where a core has several hardware threads, Slurm gives all of them to one task: eight tasks of 11 processors take 48
+    cores of two threads, and a controller step of one processor never starts beside them (tried on 22.05).
+    """
+    threads = config.hardware.threads_per_core
+    return math.ceil(processors / threads) * threads
 
 
 def slot_cpus(config: LibraConfig) -> int:
-    """Processors that go with one GPU (or one CPU worker slot)."""
-    return max(1, config.hardware.cpus_per_node // config.hardware.gpus_per_node)
+    """Processors that go with one GPU (or one CPU worker slot): whole cores."""
+    return _at_least_a_core(config, config.hardware.cpus_per_node // config.hardware.gpus_per_node)
+
+
+def controller_cpus(config: LibraConfig) -> int:
+    """Processors of the controller step: whole cores."""
+    return whole_cores(config, config.slurm.controller_cpus)
 
 
 def trainer_rank_cpus(config: LibraConfig, ranks_per_node: int) -> int:
     """Processors of one trainer rank: the controller shares the trainer's first node and takes its own from the trainer's."""
-    return max(1, (ranks_per_node * slot_cpus(config) - config.slurm.controller_cpus) // ranks_per_node)
+    return _at_least_a_core(config, (ranks_per_node * slot_cpus(config) - controller_cpus(config)) // ranks_per_node)
+
+
+def _at_least_a_core(config: LibraConfig, processors: int) -> int:
+    threads = config.hardware.threads_per_core
+    return max(1, processors // threads) * threads
 
 
 def check_processors(config: LibraConfig, *, separate: bool) -> None:
@@ -100,7 +120,7 @@ def check_processors(config: LibraConfig, *, separate: bool) -> None:
     per_node, available = config.hardware.gpus_per_node, config.hardware.cpus_per_node
     ranks = min(config.train_gpus, per_node)
     beside = 0 if separate else min(config.rollout_gpus, per_node - ranks)
-    first = ranks * trainer_rank_cpus(config, ranks) + config.slurm.controller_cpus + beside * slot_cpus(config)
+    first = ranks * trainer_rank_cpus(config, ranks) + controller_cpus(config) + beside * slot_cpus(config)
     wanted = max(first, min(config.rollout_gpus, per_node) * slot_cpus(config))
     if config.launch.mode != "local" and wanted > available:
         raise PlanError(
@@ -108,6 +128,24 @@ def check_processors(config: LibraConfig, *, separate: bool) -> None:
             f" controller of slurm.controller_cpus={config.slurm.controller_cpus}), available hardware.cpus_per_node={available};"
             " lower train_gpus or change hardware.cpus_per_node"
         )
+
+
+def component_sizes(config: LibraConfig, nodes: int) -> tuple[int, ...]:
+    """Nodes of each rollout component for a pool of `nodes`. Raises PlanError when those asked for are not as many.
+
+    What was allocated may be more than a smaller pool needs; a job is asked for no node that stays idle.
+    """
+    given = tuple(config.slurm.rollout_component_nodes)
+    if not given:
+        each = math.ceil(nodes / MAX_ROLLOUT_COMPONENTS)
+        return tuple(min(each, nodes - first) for first in range(0, nodes, each))
+    total = sum(given)
+    if total < nodes or (total > nodes and config.launch.mode != "allocation"):
+        raise PlanError(
+            f"slurm.rollout_component_nodes={list(given)} holds {total} nodes, rollout_gpus={config.rollout_gpus} wants {nodes};"
+            " change one of them (an empty slurm.rollout_component_nodes fits any number)"
+        )
+    return given
 
 
 def place_rollout(config: LibraConfig, *, separate: bool, first_gpu: int = 0) -> RolloutLayout:
@@ -119,11 +157,12 @@ def place_rollout(config: LibraConfig, *, separate: bool, first_gpu: int = 0) ->
     per_node, tp = config.hardware.gpus_per_node, config.vllm_tp_size
     check_instances(config, separate=separate)
     nodes = aligned_nodes(config.rollout_gpus, per_node, "rollout_gpus") if separate else 1
-    per_component = math.ceil(nodes / MAX_ROLLOUT_COMPONENTS)
+    sizes = component_sizes(config, nodes) if separate else ()
+    places = [(1 + component, node) for component, size in enumerate(sizes) for node in range(size)]
     instances = []
     for index in range(config.rollout_gpus // tp):
         node = (first_gpu + index * tp) // per_node
-        component, local = (1 + node // per_component, node % per_component) if separate else (0, node)
+        component, local = places[node] if separate else (0, node)
         instances.append(InstancePlacement(f"rollout_{index:03d}", tp, component, local))
     if not separate:
         nodes = instances[-1].node + 1

@@ -46,6 +46,7 @@ def fake_config(mode: str = "local") -> LibraConfig:
     config.hardware.device = "cpu"
     config.hardware.gpus_per_node = 4
     config.hardware.cpus_per_node = 4
+    config.hardware.threads_per_core = 1
     config.launch.mode = mode
     config.launch.stop_grace_s = 2.0
     return config

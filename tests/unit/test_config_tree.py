@@ -172,6 +172,6 @@ def test_the_profile_in_the_manual_composes_from_a_folder_of_the_user(tmp_path: 
 
     config = compose(["+experiment=grpo_7b", "cluster=alpine"], Tree(extra=str(tmp_path)))
 
-    assert (config.slurm.account, config.slurm.extra) == ("0042", ["--constraint=h100", "--exclusive"])
+    assert (config.slurm.account, config.slurm.constraint, config.slurm.extra) == ("0042", "h100", ["--exclusive"])
     assert (config.hardware.gpus_per_node, config.hardware.network_bytes_per_s) == (4, 25e9)
     assert problems(config) == []

@@ -138,7 +138,7 @@ def test_a_file_that_does_not_fit_the_schema_is_refused_with_its_name(tmp_path: 
 
 
 def prepared_demo(*overrides: str) -> Prepared:
-    return prepare(["+experiment=demo", "seed=7", "slurm.extra=['--comment=a, b']", *overrides])
+    return prepare(["+experiment=demo", "seed=7", "slurm.extra=['--nice=1, b']", *overrides])
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conf.schema import LibraConfig
+from conf.site import SlurmRoleConfig
 from launch.desired_steps import PlacementError, desired_steps
 from launch.hetjob import JobSpecError, job_spec, render, render_job, supervisor_command
 from planner.plan import InstancePlacement, Plan, RolloutLayout, TrainLayout
@@ -51,15 +52,42 @@ def busy_site() -> LibraConfig:
         job_name="grpo 7b",
         time_min=720,
         mem_per_node_bytes=400e9,
-        extra=["--exclusive", "--constraint=h100"],
+        constraint="h100&nvme",
+        exclude="gpu[07-08]",
+        licenses="matlab:2",
+        comment="night run #3",
+        wckey="rl",
+        mail_user="me@example.org",
+        mail_type=["END", "FAIL"],
+        gpu_type="h100",
+        extra=["--exclusive"],
     )
     made.launch.setup = ["module load cuda/12.8", "ulimit -c 0"]
     return made
 
 
+def two_sides() -> LibraConfig:
+    """Trainer and rollout on different partitions, and almost nothing in common."""
+    made = config(account="lab", mem_per_node_bytes=400e9, extra=["--exclusive"])
+    made.slurm.trainer = SlurmRoleConfig(
+        partition="big",
+        qos="long",
+        constraint="h200",
+        reservation="class",
+        exclude="gpu01",
+        gpu_type="h200",
+        mem_per_node_bytes=0.0,
+        extra=["--switches=1@5"],
+    )
+    made.slurm.rollout = SlurmRoleConfig(partition="small", qos="short", mem_per_node_bytes=200e9)
+    made.slurm.gpu_flag = "gres"
+    return made
+
+
 def cpu_cluster() -> LibraConfig:
-    made = config(partition="dev", mem_per_node_bytes=6e9, time_min=5)
+    made = config(partition="dev", mem_per_node_bytes=6e9, time_min=5, gpu_flag="none")
     made.hardware.device = "cpu"
+    made.hardware.threads_per_core = 1
     made.hardware.gpus_per_node = 2
     made.hardware.cpus_per_node = 4
     return made
@@ -71,6 +99,7 @@ SCRIPTS = {
         busy_site(),
         plan("hetjob", (2, 8), [(4, component, node) for component in (1, 2) for node in (0, 1) for _ in (0, 1)]),
     ),
+    "hetjob_unlike_sides": (two_sides(), plan("hetjob", (1, 8), [(4, 1, 0), (4, 1, 0)])),
     "single_shared_node": (config(layout="single"), plan("single", (1, 4), [(2, 0, 0), (2, 0, 0)])),
     "cpu_cluster": (cpu_cluster(), plan("hetjob", (1, 1), [(1, 1, 0), (1, 1, 0)])),
 }
@@ -96,6 +125,9 @@ def test_script_passes_shellcheck(name: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
+SIDE_TEXTS = ("partition", "qos", "constraint", "reservation", "exclude")
+
+
 @given(
     train_nodes=st.integers(1, 4),
     per_node=st.sampled_from([1, 2, 4, 8]),
@@ -106,37 +138,80 @@ def test_every_component_states_every_resource(
     train_nodes: int, per_node: int, components: int, instances_per_component: int
 ) -> None:
     instances = [(1, 1 + c, 0) for c in range(components) for _ in range(instances_per_component)]
-    text = render_job(config(partition="p"), plan("hetjob", (train_nodes, per_node), instances), RUN)
+    made = config(**dict.fromkeys(SIDE_TEXTS, "p"))
+    text = render_job(made, plan("hetjob", (train_nodes, per_node), instances), RUN)
 
     blocks = text.split("#SBATCH hetjob\n")
     assert len(blocks) == components + 1
     for block in blocks:
-        for option in (
-            "--partition=",
-            "--nodes=",
-            "--ntasks-per-node=",
-            "--cpus-per-task=",
-            "--gpus-per-node=",
-            "--mem=",
-        ):
-            assert block.count(option) == 1, (option, block)
+        for option in ("nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "mem", *SIDE_TEXTS):
+            assert block.count(f"--{option}=") == 1, (option, block)
     assert text.count("--time=") == text.count("--output=") == 1
     assert "--output=" in blocks[0]
 
 
-@given(per_node=st.integers(1, 8), tp=st.sampled_from([1, 2, 4, 8]), cpus=st.integers(9, 256))
-def test_component_has_room_for_all_its_steps(per_node: int, tp: int, cpus: int) -> None:
+@given(common=st.tuples(*[st.sampled_from(["", "c"])] * 5), trainer=st.tuples(*[st.sampled_from(["", "t"])] * 5))
+def test_nothing_that_one_side_asks_for_reaches_the_other(common: tuple[str, ...], trainer: tuple[str, ...]) -> None:
+    made = config(**dict(zip(SIDE_TEXTS, common, strict=True)))
+    for name, value in zip(SIDE_TEXTS, trainer, strict=True):
+        setattr(made.slurm.trainer, name, value)
+    made.slurm.rollout = SlurmRoleConfig(partition="r", qos="r")  # what cannot be taken back (planner.conflicts.slurm)
+
+    first, second = render_job(made, plan("hetjob", (1, 8), [(1, 1, 0)]), RUN).split("#SBATCH hetjob\n")
+
+    for name, own, other in zip(SIDE_TEXTS[2:], trainer[2:], common[2:], strict=True):
+        assert (f"--{name}={own or other}" in first) is bool(own or other)
+        if other or (own and name != "constraint"):  # a constraint is never carried over
+            assert f"#SBATCH --{name}={other}\n" in second
+        else:
+            assert f"--{name}" not in second
+    assert "--partition=r\n" in second
+
+
+def test_nodes_that_failed_before_are_left_out_of_every_component() -> None:
+    made = config(exclude="gpu07")
+
+    text = render_job(made, plan("hetjob", (1, 8), [(1, 1, 0)]), RUN, exclude=["gpu01", "gpu02"])
+
+    assert text.count("#SBATCH --exclude=gpu07,gpu01,gpu02\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("flag", "kind", "wanted"),
+    [
+        ("gpus-per-node", "", "--gpus-per-node=8"),
+        ("gpus-per-node", "h100", "--gpus-per-node=h100:8"),
+        ("gres", "", "--gres=gpu:8"),
+        ("gres", "h100", "--gres=gpu:h100:8"),
+        ("none", "", ""),
+    ],
+)
+def test_gpus_are_asked_for_in_the_words_of_the_site(flag: str, kind: str, wanted: str) -> None:
+    text = render_job(config(gpu_flag=flag, gpu_type=kind), plan("hetjob", (1, 8), [(8, 1, 0)]), RUN)
+
+    assert [word for word in text.split() if "gpu" in word and word.startswith("--")] == [wanted] * 2 * bool(wanted)
+
+
+@given(
+    per_node=st.integers(1, 8),
+    tp=st.sampled_from([1, 2, 4, 8]),
+    cores=st.integers(9, 128),
+    threads=st.sampled_from([1, 2, 4]),
+)
+def test_component_has_room_for_all_its_steps_in_whole_cores(per_node: int, tp: int, cores: int, threads: int) -> None:
     made = config()
-    made.hardware.cpus_per_node = cpus
+    made.hardware.threads_per_core = threads
+    made.hardware.cpus_per_node = cores * threads
     wanted = plan("hetjob", (1, per_node), [(tp, 1, 0)] * (8 // tp))
 
     spec = job_spec(made, wanted, RUN)
 
     for index, component in enumerate(spec.components):
         steps = [step for step in desired_steps(made, wanted).steps if step.component == index]
+        assert all(step.cpus_per_task % threads == 0 for step in steps)
         assert component.cpus >= sum(step.tasks_per_node * step.cpus_per_task for step in steps)
         assert component.gpus_per_node >= sum(step.gpus_per_node for step in steps)
-        assert component.cpus <= cpus
+        assert component.cpus <= cores * threads
 
 
 def test_single_layout_is_one_job_that_survives_a_lost_node() -> None:
@@ -161,6 +236,7 @@ def test_warning_signal_leaves_a_short_job_most_of_its_time() -> None:
 
 def test_a_node_with_too_few_processors_is_an_error_that_names_the_option() -> None:
     made = config(controller_cpus=4)
+    made.hardware.threads_per_core = 1
     made.hardware.cpus_per_node = 8
 
     with pytest.raises(JobSpecError, match=r"wants 12, available 8; change hardware\.cpus_per_node"):
@@ -186,11 +262,11 @@ def test_a_component_without_a_step_is_an_error() -> None:
 
 
 def test_controller_takes_its_processors_from_the_trainers_node() -> None:
-    made = config(controller_cpus=8)
+    made = config(controller_cpus=7)
 
     steps = {step.name: step for step in desired_steps(made, plan("hetjob", (1, 8), [(1, 1, 0)])).steps}
 
     assert steps["controller"].gpus_per_node == 0
-    assert steps["controller"].cpus_per_task == 8
-    assert steps["trainer"].cpus_per_task == 11  # (96 - 8) / 8
+    assert steps["controller"].cpus_per_task == 8  # whole cores of two threads
+    assert steps["trainer"].cpus_per_task == 10  # (96 - 8) / 8 = 11
     assert steps["rollout_000"].cpus_per_task == 12

@@ -66,7 +66,8 @@ def test_a_local_run_that_is_too_big_for_the_machine_is_refused() -> None:
 
 
 def test_processors_that_a_node_does_not_have_are_refused_before_the_job_is_written() -> None:
-    few = ["hardware.gpus_per_node=4", "hardware.cpus_per_node=4", "train_tp_size=2", "vllm_tp_size=1"]
+    few = ["hardware.gpus_per_node=4", "hardware.cpus_per_node=4", "hardware.threads_per_core=1"]
+    few += ["train_tp_size=2", "vllm_tp_size=1"]
 
     with pytest.raises(PlanError, match=r"wants 5 processors .* available hardware\.cpus_per_node=4"):
         plan_of(*few, "train_gpus=4", "rollout_gpus=4")

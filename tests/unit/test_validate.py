@@ -179,7 +179,20 @@ def test_servers_and_waits_that_contradict_are_named(overrides: list[str], wante
         ("slurm.extra=['--time=60']", "change slurm.time_min"),
         ("slurm.extra=['--partition gpu']", "change slurm.partition"),
         ("slurm.extra=['-N 4']", "change train_gpus and rollout_gpus"),
-        ("slurm.extra=['--requeue']", "Libra needs it as it is"),
+        ("slurm.extra=['--requeue']", "change slurm.requeue"),
+        ("slurm.extra=['--constraint=h100']", "change slurm.constraint"),
+        ("slurm.rollout.extra=['-C a100']", "slurm.rollout.extra holds '-C a100', which the job script has already"),
+        ("slurm.comment='two\nlines'", "which an #SBATCH line cannot hold"),
+        ('slurm.account="lab\'s"', "which an #SBATCH line cannot hold"),
+        ("slurm.trainer.exclude='node1 node2'", "slurm.trainer.exclude='node1 node2' has a blank in it"),
+        ("slurm.srun_extra=['--nodes=2']", "which every step's srun has already"),
+        ("slurm.rollout.srun_extra=['container']", "no option of srun in one word"),
+        ("launch.prefix=['--nv']", "does not begin with a program"),
+        ("launch.rollout_prefix=[apptainer,exec,':']", "srun takes a word ':'"),
+        ("slurm.trainer.partition=big", "set slurm.rollout.partition or slurm.partition"),
+        ("slurm.trainer.qos=long", "set slurm.rollout.qos or slurm.qos"),
+        ("slurm.gpu_flag=none", "slurm.gpu_flag=none asks for no GPU"),
+        ("slurm.trainer.mem_per_node_bytes=500", "500 GB is 500e9"),
         ("slurm.extra=['constraint=h100']", "is no option of sbatch"),
         ('slurm.extra=["--comment=a\n--exclusive"]', "has a line break"),
         ("launch.setup=['#SBATCH --exclusive']", "put it into slurm.extra"),
@@ -190,7 +203,7 @@ def test_lines_for_the_job_script_that_cannot_be_meant_are_named(override: str, 
 
 
 def test_lines_of_the_site_go_into_the_script() -> None:
-    assert found("slurm.extra=['--constraint=h100','--reservation=mine']", "launch.setup=['module load cuda']") == ""
+    assert found("slurm.extra=['--exclusive','--switches=1@5']", "launch.setup=['module load cuda']") == ""
 
 
 def test_a_local_run_that_nobody_follows_is_named() -> None:
