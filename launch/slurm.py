@@ -11,9 +11,13 @@ import signal
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
+from launch.hostlist import expand_nodes
+from launch.job_states import JOB_STATES, JobPhase, job_phase
 from launch.scrub import scrubbed
+
+__all__ = ["JOB_STATES", "JobPhase", "expand_nodes", "job_phase"]
+"""What callers know as Slurm's, although it has files of its own."""
 
 COMMAND_TIMEOUT_S = 10.0
 
@@ -22,67 +26,12 @@ class SlurmCommandError(RuntimeError):
     """A Slurm command failed or did not answer; the message holds what it printed."""
 
 
-class JobPhase(Enum):
-    """What a state means for someone who waits for the job."""
-
-    PENDING = "pending"
-    RUNNING = "running"
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    UNKNOWN = "unknown"
-
-    @property
-    def is_over(self) -> bool:
-        return self in (JobPhase.SUCCEEDED, JobPhase.FAILED)
-
-
-JOB_STATES: dict[str, JobPhase] = {
-    # base states (squeue(1), "JOB STATE CODES")
-    "PENDING": JobPhase.PENDING,
-    "RUNNING": JobPhase.RUNNING,
-    "SUSPENDED": JobPhase.RUNNING,
-    "COMPLETED": JobPhase.SUCCEEDED,
-    "CANCELLED": JobPhase.FAILED,
-    "FAILED": JobPhase.FAILED,
-    "TIMEOUT": JobPhase.FAILED,
-    "NODE_FAIL": JobPhase.FAILED,
-    "PREEMPTED": JobPhase.FAILED,
-    "BOOT_FAIL": JobPhase.FAILED,
-    "DEADLINE": JobPhase.FAILED,
-    "OUT_OF_MEMORY": JobPhase.FAILED,
-    # flags that are shown in place of the base state
-    "COMPLETING": JobPhase.RUNNING,
-    "CONFIGURING": JobPhase.PENDING,
-    "EXPEDITING": JobPhase.PENDING,  # 25.11
-    "LAUNCH_FAILED": JobPhase.FAILED,
-    "POWER_UP_NODE": JobPhase.PENDING,
-    "RECONFIG_FAIL": JobPhase.FAILED,
-    "REQUEUED": JobPhase.PENDING,
-    "REQUEUE_FED": JobPhase.PENDING,
-    "REQUEUE_HOLD": JobPhase.PENDING,
-    "RESIZING": JobPhase.RUNNING,
-    "RESV_DEL_HOLD": JobPhase.PENDING,
-    "REVOKED": JobPhase.UNKNOWN,  # a federation runs it on another cluster
-    "SIGNALING": JobPhase.RUNNING,
-    "SPECIAL_EXIT": JobPhase.PENDING,  # requeued and held
-    "STAGE_OUT": JobPhase.RUNNING,
-    "STOPPED": JobPhase.RUNNING,
-    "UPDATE_DB": JobPhase.RUNNING,
-}
-
-
 def signal_name(number: int) -> str:
     """ "SIGKILL" for 9; a number that has no name is said as such."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def job_phase(state: str) -> JobPhase:
-    """The meaning of a state as printed ("CANCELLED by 1000", "CANCELLED+" included); unknown words are UNKNOWN."""
-    words = state.split()
-    return JOB_STATES.get(words[0].rstrip("+").upper(), JobPhase.UNKNOWN) if words else JobPhase.UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -233,30 +182,3 @@ def _run(arguments: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> subp
         raise SlurmCommandError(f"{arguments[0]} did not answer within {timeout_s:g} s") from error
     except FileNotFoundError as error:
         raise SlurmCommandError(f"{arguments[0]} is not on PATH") from error
-
-
-def expand_nodes(nodelist: str) -> list[str]:
-    """Host names of "node[0-1,03],gpu7" in the order written. Raises ValueError for unbalanced brackets."""
-    if nodelist.count("[") != nodelist.count("]"):
-        raise ValueError(f"not a Slurm node list: {nodelist!r}")
-    hosts: list[str] = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
-        hosts.extend(_expand_one(part.strip()))
-    return hosts
-
-
-def _expand_one(part: str) -> list[str]:
-    match = re.search(r"\[([^\]]*)\]", part)
-    if match is None:
-        return [part] if part else []
-    head, tail = part[: match.start()], _expand_one(part[match.end() :]) or [""]
-    return [f"{head}{number}{rest}" for number in _numbers(match[1]) for rest in tail]
-
-
-def _numbers(ranges: str) -> list[str]:
-    """ "08-10,12" -> 08 09 10 12: the width of the first number is kept."""
-    found: list[str] = []
-    for item in ranges.split(","):
-        first, _, last = item.partition("-")
-        found.extend(f"{value:0{len(first)}d}" for value in range(int(first), int(last or first) + 1))
-    return found
