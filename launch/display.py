@@ -17,6 +17,10 @@ class Display(Protocol):
 
     def step(self, record: dict[str, Any]) -> None: ...
 
+    def waiting(self, text: str, *, is_news: bool) -> None:
+        """What the run waits for, "" when for nothing; `is_news` when it is worth a line that stays."""
+        ...
+
     def __enter__(self) -> Display: ...
 
     def __exit__(
@@ -42,6 +46,10 @@ class PlainDisplay:
             self._last_s = now
             self.note(step_line(record))
 
+    def waiting(self, text: str, *, is_news: bool) -> None:
+        if text and is_news:
+            self.note(text)
+
     def __enter__(self) -> PlainDisplay:
         return self
 
@@ -62,6 +70,7 @@ class LiveDisplay:
 
         self._title = title
         self._records: list[dict[str, Any]] = []
+        self._waiting = ""
         self._progress = Progress(TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._task = self._progress.add_task("steps", total=None)
         self._live = Live(self._progress, refresh_per_second=4)
@@ -70,15 +79,27 @@ class LiveDisplay:
         self._live.console.print(text, highlight=False, markup=False)
 
     def step(self, record: dict[str, Any]) -> None:
-        from rich.console import Group
-        from rich.table import Table
-
         self._records = [*self._records, record][-self.ROWS :]
+        self._progress.update(self._task, total=record["total_steps"], completed=record["step"] + 1)
+        self._draw()
+
+    def waiting(self, text: str, *, is_news: bool) -> None:
+        if text != self._waiting:
+            self._waiting = text
+            self._draw()
+
+    def _draw(self) -> None:
+        from rich.console import Group, RenderableType
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table(*COLUMNS, box=None, pad_edge=False)
         for shown in self._records:
             table.add_row(*cells(shown))
-        self._progress.update(self._task, total=record["total_steps"], completed=record["step"] + 1)
-        self._live.update(Group(self._progress, table))
+        parts: list[RenderableType] = [self._progress]
+        parts += [Text(self._waiting)] if self._waiting else []
+        parts += [table] if self._records else []
+        self._live.update(Group(*parts))
 
     def __enter__(self) -> LiveDisplay:
         self._live.__enter__()

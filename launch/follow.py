@@ -1,58 +1,64 @@
-"""Stay with a run until it ends: show progress, notice a death, say the cause, return the exit code."""
+"""Stay with a run until it ends: queue, progress, restarts and further attempts, the end with its cause and exit code.
+
+    python -m launch.follow RUN
+
+shows what `python -m launch` shows after it has submitted. Ctrl-C leaves the run alone; a second Ctrl-C within 2 s ends it, with a
+checkpoint first. Exit code: 0 when the run succeeds, else the one of its first fatal cause; 130 after Ctrl-C; 2 when there is no run.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from launch.display import Display, show
+from launch.display import Display, choose_display, show
 from launch.errors import RunFailedError
-from launch.metrics import JsonLines, summary_text
+from launch.life import DistantLife, Life, Sign, SlurmLife
+from launch.metrics import JsonLines, from_here, summary_text
+from launch.people import command
+from launch.truth import ENDED, Truth, tell_one
 from stages.files import list_names, read_json
 from stages.rundir import RunDir
 
 LOOK_INTERVAL_S = 0.25
-QUEUE_INTERVAL_S = 2.0
 LAST_WORDS_S = 5.0
 """How long the supervisor's final state may take to appear after its job has left the queue."""
+CANCELLED_CODE = 143
 
 
-class Submission(Protocol):
-    """What `launch.executors.submit` returns."""
-
-    mode: str
-    job_id: str
-
-    def poll(self) -> tuple[str, str]:
-        """("pending" | "running" | "succeeded" | "failed" | "unknown", reason)"""
-        ...
-
-    def cancel(self) -> None: ...
-
-
-def follow(run: RunDir, submission: Submission, display: Display, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Returns when the run has succeeded; raises RunFailedError with the first fatal cause otherwise."""
+def follow(
+    run: RunDir,
+    life: Life,
+    display: Display,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Returns when the run has succeeded, in whichever attempt; raises RunFailedError with the first fatal cause otherwise."""
     metrics = JsonLines(run.metrics_jsonl)
     notes = Notes(display)
-    asked_s, status, reason, gone_s = -QUEUE_INTERVAL_S, "pending", "", 0.0
+    gone_s: float | None = None
     while True:
         state = run.read(run.state_json) or {}
         notes.stages(run, state)
         for record in metrics.new():
             show(display, record)
-        if state.get("phase") in ("succeeded", "failed"):
+        newest = run.newest_attempt()
+        if newest > run.attempt:
+            run = RunDir(run.root, run.run_id, newest, run.writer)
+            notes.attempt(run)
+            continue
+        if state.get("phase") in ENDED:
             return finish(run, state)
-        now = time.monotonic()
-        if now - asked_s >= QUEUE_INTERVAL_S:
-            asked_s, (status, reason) = now, submission.poll()
-            notes.queue(submission, status, reason)
-        if status not in ("succeeded", "failed"):
-            gone_s = 0.0
-        elif not gone_s:
-            gone_s = now
-        elif now - gone_s > LAST_WORDS_S:
-            raise RunFailedError(vanished(run, submission, status, reason), 1)
+        sign = life.look(run, state)
+        notes.life(sign)
+        now_s = clock()
+        gone_s = None if sign.kind != "over" else now_s if gone_s is None else gone_s
+        if gone_s is not None and now_s - gone_s > LAST_WORDS_S:
+            raise vanished(run, sign)
         sleep(LOOK_INTERVAL_S)
 
 
@@ -67,18 +73,28 @@ def cause_text(run: RunDir, cause: dict[str, Any]) -> str:
     tail = str(cause.get("log_tail") or "").rstrip()
     if tail:
         lines += [f"last lines of {cause['step']}'s log:", *(f"  | {line}" for line in tail.splitlines())]
-    lines.append(f"all logs: {run.logs}")
-    return "\n".join(lines)
+    return "\n".join([*lines, more_about(run)])
 
 
-def vanished(run: RunDir, submission: Submission, status: str, reason: str) -> str:
-    """The job is over and its supervisor left no last word: it was killed, or its node died."""
-    where = f"job {submission.job_id}" if submission.mode == "slurm" else f"supervisor process {submission.job_id}"
-    guess = "" if "exited" in reason else "; it was killed or its node was lost"
-    return (
-        f"the run failed: supervisor: {where} ended ({status}{f': {reason}' if reason else ''})"
-        f" without a final state{guess}\nall logs: {run.logs}"
-    )
+def more_about(run: RunDir) -> str:
+    shown = from_here(run.root)
+    return f"all logs: {run.logs}\nmore: python -m launch.status {shown}, python -m launch.logs {shown}"
+
+
+def vanished(run: RunDir, sign: Sign) -> RunFailedError:
+    """The job is over and its supervisor left no last word: it was killed, or its node died, or it never started."""
+    from launch.steps import tail, without_plumbing
+
+    truth = tell_one(run.root)
+    if truth.state == "failed":
+        return RunFailedError(f"the run failed: {truth.why}", CANCELLED_CODE)
+    words = [f"the run failed: supervisor: {truth.why or sign.words or 'it ended without a last word'}"]
+    if sign.words and sign.words not in words[0]:
+        words[0] += f" ({sign.words})"
+    lines = without_plumbing(tail(run.logs / "supervisor.log", lines=15))
+    if lines:
+        words += ["last lines of the supervisor's log:", *(f"  | {line}" for line in lines)]
+    return RunFailedError("\n".join([*words, more_about(run)]), 1)
 
 
 def final_words(run: RunDir) -> str:
@@ -87,28 +103,106 @@ def final_words(run: RunDir) -> str:
 
 
 class Notes:
-    """Says each change of the queue and of the stages once."""
+    """Says each change of the queue, of the stages and of the attempts once."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
         self._said: set[str] = set()
+        self._steps: dict[str, tuple[Any, Any]] = {}
+        self._starts: dict[str, int] = {}
+        self._attempt: int | None = None
 
     def _once(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
             self._display.note(text)
 
-    def queue(self, submission: Submission, status: str, reason: str) -> None:
-        if submission.mode == "slurm" and status == "pending":
-            self._once(f"job {submission.job_id} is pending{f': {reason}' if reason else ''}")
-        elif submission.mode == "slurm" and status == "running":
-            self._once(f"job {submission.job_id} is running")
+    def life(self, sign: Sign) -> None:
+        """What waits is shown where it changes in place, and said where lines stay only when it is news."""
+        if sign.kind == "waiting":
+            self._display.waiting(sign.words, is_news=sign.is_news)
+            return
+        self._display.waiting("", is_news=False)
+        if sign.is_news and sign.words:
+            self._display.note(sign.words)
+
+    def attempt(self, run: RunDir) -> None:
+        record = run.read(run.attempt_json) or {}
+        why = f" ({record['reason']})" if record.get("reason") else ""
+        where = f", from step {record['resumed_step']}" if record.get("resumed_step") else ""
+        self._said, self._steps, self._starts = set(), {}, {}
+        self._display.note(f"attempt {run.attempt}{why}{where}")
 
     def stages(self, run: RunDir, state: dict[str, Any]) -> None:
+        if state.get("phase") == "requeued":
+            reason = (state.get("cause") or {}).get("message") or state.get("reason") or ""
+            self._once(f"attempt {run.attempt} is over, the run goes on in another{f': {reason}' if reason else ''}")
+        elif state.get("phase") == "stopping":
+            self._once("the run is stopping")
         for name, step in sorted((state.get("steps") or {}).items()):
-            self._once(f"{name}: {step['state']}")
+            self._step(name, step)
         for file_name in list_names(run.instances):
             record = run.read(run.instances / file_name)
             if record and record.get("state") in ("starting", "ready"):
                 detail = "vLLM is starting" if record["state"] == "starting" else f"vLLM serves on {record['base_url']}"
-                self._once(f"{record['instance']}: {detail}")
+                again = self._starts.get(record["instance"], 1)
+                self._once(f"{record['instance']}: {detail}{f' (start {again})' if again > 1 else ''}")
+
+    def _step(self, name: str, step: dict[str, Any]) -> None:
+        """Each start of a step is told apart by its time: a restarted one is `running` again."""
+        seen, now = self._steps.get(name), (step.get("state"), step.get("started"))
+        if seen == now:
+            return
+        self._steps[name] = now
+        if now[0] == "running" and (seen is None or seen[1] != now[1]):
+            self._starts[name] = self._starts.get(name, 0) + 1
+        more = [f"start {again}"] if (again := self._starts.get(name, 1)) > 1 and now[0] == "running" else []
+        more += [str(step["reason"])] if step.get("reason") and now[0] in ("waiting", "lost") else []
+        self._display.note(f"{name}: {now[0]}{f' ({more[0]})' if more else ''}")
+
+
+# ---- python -m launch.follow -----------------------------------------------------------------------------------------
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    from launch.detach import interrupted
+
+    asked = _parser().parse_args(words)
+    truth = tell_one(asked.run)
+    run = truth.run
+    if not truth.is_alive:
+        return _over(truth)
+    life: Life = DistantLife() if truth.folder.mode == "local" else SlurmLife()
+    try:
+        with choose_display(run.root.name) as display:
+            follow(run, life, display)
+    except KeyboardInterrupt:
+        interrupted(run, truth.folder.mode)
+    print(final_words(run), flush=True)
+    return 0
+
+
+def _over(truth: Truth) -> int:
+    """Nothing to stay with: the end as it would have been said."""
+    run, state = truth.run, truth.folder.state
+    if state.get("phase") == "failed":
+        finish(run, state)
+    if truth.state == "succeeded":
+        print(final_words(run), flush=True)
+        return 0
+    was = f" ({', '.join(truth.damage)})" if truth.damage else ""
+    raise RunFailedError(
+        f"{from_here(run.root)} is {truth.state}{f': {truth.why}' if truth.why else ''}{was}\n{more_about(run)}", 1
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.follow", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(command(main))

@@ -19,20 +19,18 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from launch.log_files import LogFile, Part, chosen, last_lines, log_files, merged, text_lines
 from launch.metrics import from_here
 from launch.people import command
 from launch.runs import Folder, NotARunError
-from launch.truth import ENDED, tell_one
+from launch.truth import ENDED, SILENT_S, Stillness, tell_one
 from launch.waiting import Pace
 
 DEFAULT_LINES = 100
 POLL_S = 0.25
 QUIET_S = 1.0
 """After the run's last word its processes may still write for a moment."""
-SILENT_S = 4.0
 MOST_READ_BYTES = 4 << 20
 
 Say = Callable[[str], None]
@@ -159,27 +157,19 @@ def follow(
     reader.new(unfinished=True)
 
 
-@dataclass
 class _End:
     """Has the run, or this attempt of it, ended? Known at once from a last word; a silent run is looked at thoroughly."""
 
-    goes_on: bool
-    clock: Callable[[], float] = time.monotonic
-    _beat: Any = None
-    _moved_s: float = field(init=False)
-    _pace: Pace = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._moved_s, self._pace = self.clock(), Pace(5.0, 60.0, clock=self.clock)
+    def __init__(self, goes_on: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._goes_on = goes_on
+        self._stillness, self._pace = Stillness(clock), Pace(5.0, 60.0, clock=clock)
 
     def has_come(self, folder: Folder) -> bool:
         state = folder.record(folder.run.state_json) or {}
-        phase, beat = state.get("phase"), (folder.run.attempt, state.get("heartbeat"))
-        if phase in ENDED or (phase == "requeued" and not self.goes_on):
+        phase = state.get("phase")
+        if phase in ENDED or (phase == "requeued" and not self._goes_on):
             return True
-        if beat != self._beat:
-            self._beat, self._moved_s = beat, self.clock()
-        is_silent = self.clock() - self._moved_s > SILENT_S
+        is_silent = self._stillness.so_far_s(folder.run.attempt, state) > SILENT_S
         return is_silent and self._pace.due() and not tell_one(folder.root).is_alive
 
 

@@ -27,19 +27,23 @@ def claimed(run_dir: Path, *, replace_finished: bool) -> Iterator[Path | None]:
     directory and the other a ConfigError. Where flock does not reach other hosts, `RunDir.create` is the arbiter.
     """
     run_dir.parent.mkdir(parents=True, exist_ok=True)
+    taken = f"launch.run_dir={run_dir} is being taken by another launcher right now; choose another launch.run_dir"
+    with name_lock(run_dir, taken):
+        check_free(run_dir, replace_finished=replace_finished)
+        yield take(run_dir) if replace_finished else None
+
+
+@contextmanager
+def name_lock(run_dir: Path, taken: str) -> Iterator[None]:
+    """One launcher at a time may start something in `run_dir`. Raises ConfigError saying `taken` when another holds the lock."""
     lock = run_dir.with_name(f".{run_dir.name}.lock")
     with open(lock, "w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
-                [
-                    f"launch.run_dir={run_dir} is being taken by another launcher right now; choose another launch.run_dir"
-                ]
-            ) from None
+            raise ConfigError([taken]) from None
         try:
-            check_free(run_dir, replace_finished=replace_finished)
-            yield take(run_dir) if replace_finished else None
+            yield
         finally:
             lock.unlink(missing_ok=True)
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from conf.dump import dump
 from conf.reads import reads_of
@@ -96,10 +96,15 @@ def create_run(prepared: Prepared) -> RunDir:
             raise ConfigError([f"launch.run_dir: {error}"]) from error
     if aside is not None:
         print(f"the earlier run was moved to {aside}", flush=True)
-    write_bytes_atomic(run.token_file, f"{secrets.token_urlsafe(32)}\n".encode())
+    write_bytes_atomic(run.token_file, new_token())
     write_bytes_atomic(run.config_yaml, config_text(prepared).encode())
     run.write(run.plan_json, prepared.plan.to_dict())
     return run
+
+
+def new_token() -> bytes:
+    """What the run's servers ask for, on one line."""
+    return f"{secrets.token_urlsafe(32)}\n".encode()
 
 
 def git_state() -> str:
@@ -183,29 +188,34 @@ def start(run: RunDir, prepared: Prepared) -> Submission:
 
 
 def stay(run: RunDir, submission: Submission, prepared: Prepared) -> None:
-    """Follow to the end. Raises RunFailedError, and InterruptedRunError after Ctrl-C, when a local run has been stopped."""
+    """Follow to the end, over all attempts. Raises RunFailedError, and InterruptedRunError after Ctrl-C.
+
+    A Slurm run goes on then, unless there was a second Ctrl-C; a local run, which cannot live without this process, is stopped.
+    """
     from launch.display import choose_display
     from launch.follow import final_words, follow
+    from launch.life import LocalLife, SlurmLife
     from launch.unread import warning
 
+    life = LocalLife(submission) if submission.mode == "local" else SlurmLife()
     try:
         with choose_display(run.root.name) as display:
-            follow(run, submission, display)
+            follow(run, life, display)
     except KeyboardInterrupt:
-        leave(submission, prepared.config)
-        raise InterruptedRunError(INTERRUPTED.format(root=run.root)) from None
+        leave(run, submission, prepared.config)
     print(final_words(run), flush=True)
     unread = warning(run, prepared.sources, reads_of(prepared.config))
     if unread:
         print(unread, file=sys.stderr, flush=True)
 
 
-def leave(submission: Submission, config: LibraConfig) -> None:
-    """After Ctrl-C: a local run is stopped, a Slurm job goes on."""
+def leave(run: RunDir, submission: Submission, config: LibraConfig) -> NoReturn:
+    """After Ctrl-C. Raises InterruptedRunError."""
     if submission.mode != "local":
-        print(f"detached; the job goes on. To end it: scancel {submission.job_id}", file=sys.stderr)
-        return
-    print("stopping; this takes a few seconds", file=sys.stderr, flush=True)
+        from launch.detach import interrupted
+
+        interrupted(run, submission.mode)
+    print("stopping the run, a local one ends with its launcher; this takes a few seconds", file=sys.stderr, flush=True)
     submission.cancel()
     wait_for(
         lambda: submission.poll()[0] in ("succeeded", "failed") or None,
@@ -213,3 +223,4 @@ def leave(submission: Submission, config: LibraConfig) -> None:
         awaited="the end of the interrupted run",
         from_whom=f"supervisor {submission.job_id}",
     )
+    raise InterruptedRunError(INTERRUPTED.format(root=run.root))

@@ -24,6 +24,8 @@ from stages.rundir import RunDir
 LOOK_S = 1.5
 """How long counters are watched. Supervisors and instances raise theirs every second."""
 LOOK_PAUSE_S = 0.1
+SILENT_S = 4.0
+"""Whoever stays with a run asks elsewhere when the supervisor's counter has stood still this long."""
 ENDED = ("succeeded", "failed")
 """Phases that are a run's last word; "requeued" is an attempt's."""
 ALIVE = ("pending", "starting", "running", "stopping", "requeued")
@@ -89,9 +91,9 @@ class Truth:
         return 0 if self.state in GOOD else 1
 
 
-def tell(roots: Sequence[Path], *, look_s: float = LOOK_S, sleep: Callable[[float], None] = time.sleep) -> list[Truth]:
+def tell(roots: Sequence[Path]) -> list[Truth]:
     """The truth about each run; all are watched together, and Slurm is asked once for all. Raises NotARunError."""
-    seen = watch([Folder.at(root) for root in roots], look_s=look_s, sleep=sleep)
+    seen = watch([Folder.at(root) for root in roots], look_s=LOOK_S)
     folders = [Folder.at(root) for root in roots]  # anew: a last word may have come meanwhile
     asked = {folder.job_id for folder in folders if folder.mode == "slurm" and folder.state.get("phase") not in ENDED}
     answers = ask({job_id for job_id in asked if job_id.isdigit()})
@@ -230,6 +232,21 @@ def watch(
         )
         for folder, before, done in zip(watched, first, moved, strict=True)
     }
+
+
+class Stillness:
+    """How long the supervisor's counter has stood still, on this process's clock; from the first look on when it never moves."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._beat: tuple[int, Any] | None = None
+        self._moved_s = clock()
+
+    def so_far_s(self, attempt: int, state: Mapping[str, Any]) -> float:
+        beat, now_s = (attempt, state.get("heartbeat")), self._clock()
+        if beat != self._beat:
+            self._beat, self._moved_s = beat, now_s
+        return now_s - self._moved_s
 
 
 def _counters(folder: Folder) -> dict[str, int]:

@@ -1,55 +1,50 @@
-"""Following a run: progress, the end, a death without last words."""
+"""Following a run: queue, progress, restarts, further attempts, the end, a death without last words."""
 
 from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launch import follow as following
 from launch.display import PlainDisplay
 from launch.errors import RunFailedError
-from launch.follow import final_words, follow
+from launch.follow import final_words, follow, main
+from launch.life import Sign
 from launch.metrics import JsonLines, duration, step_line
 from stages.rundir import RunDir
+from tests.fake_slurm import FakeSlurm, Job, short_looks, slurm_in_memory
+from tests.made_runs import CAUSE, STEP, another_attempt, made, says, trained
 
-STEP = {
-    "step": 0,
-    "total_steps": 10,
-    "reward": 0.5,
-    "tokens_per_s": 1234.5,
-    "staleness_mean": 0.25,
-    "staleness_max": 1,
-    "version": 1,
-    "sync_s": 0.07,
-    "step_s": 0.6,
-    "eta_s": 65.0,
-}
+__all__ = ["short_looks", "slurm_in_memory"]
+pytestmark = pytest.mark.usefixtures("slurm_in_memory", "short_looks")
+
+LINE = STEP | {"step": 0, "version": 1}
 
 
-class ScriptedSubmission:
-    mode = "slurm"
-    job_id = "42"
+class Scripted:
+    """Gives the same signs one after the other, and the last one for ever."""
 
-    def __init__(self, *answers: tuple[str, str]) -> None:
-        self._answers = list(answers)
+    def __init__(self, *signs: Sign) -> None:
+        self._signs = list(signs) or [Sign("running")]
 
-    def poll(self) -> tuple[str, str]:
-        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
-
-    def cancel(self) -> None:
-        raise AssertionError("nobody asked")
+    def look(self, run: RunDir, state: Mapping[str, Any]) -> Sign:
+        return self._signs.pop(0) if len(self._signs) > 1 else self._signs[0]
 
 
 class Clock:
     """Moves only when the follower sleeps, and runs a script of side effects."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *events: Any) -> None:
+    def __init__(self, *events: Callable[[], object]) -> None:
         self.now_s = 100.0
         self._events = list(events)
-        monkeypatch.setattr("launch.follow.time.monotonic", lambda: self.now_s)
+
+    def __call__(self) -> float:
+        return self.now_s
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
@@ -59,51 +54,71 @@ class Clock:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    return RunDir.create(tmp_path / "run")
+    return made(tmp_path / "run")
 
 
-def test_steps_are_shown_and_success_ends_the_wait(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def watched(run: RunDir, clock: Clock, *signs: Sign) -> str:
+    """What a terminal that is none shows until the run has succeeded."""
     out = io.StringIO()
-    run.metrics_jsonl.write_text(json.dumps(STEP) + "\n")
-    clock = Clock(monkeypatch, lambda: run.write(run.state_json, {"phase": "succeeded", "steps": {}}))
-
-    follow(run, ScriptedSubmission(("pending", "Resources"), ("running", "")), PlainDisplay(out), clock.sleep)
-
-    assert "job 42 is pending: Resources" in out.getvalue()
-    assert "reward 0.500" in out.getvalue()
+    follow(run, Scripted(*signs), PlainDisplay(out), clock.sleep, clock)
+    return out.getvalue()
 
 
-def test_a_failure_says_cause_log_and_exit_code(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    cause = {"step": "trainer", "message": "killed by SIGKILL", "exit_code": 137, "log_tail": "last words"}
-    run.write(run.state_json, {"phase": "failed", "steps": {}, "cause": cause})
-
-    with pytest.raises(RunFailedError) as caught:
-        follow(run, ScriptedSubmission(("running", "")), PlainDisplay(io.StringIO()), Clock(monkeypatch).sleep)
-
-    assert caught.value.exit_code == 137
-    assert "trainer: killed by SIGKILL" in str(caught.value)
-    assert "last words" in str(caught.value)
+def nothing() -> None:
+    return None
 
 
-def test_a_supervisor_that_vanished_is_noticed_within_fifteen_seconds(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch)
-    run.write(run.state_json, {"phase": "running", "steps": {}})
-
-    with pytest.raises(RunFailedError, match="without a final state"):
-        follow(run, ScriptedSubmission(("failed", "NODE_FAIL")), PlainDisplay(io.StringIO()), clock.sleep)
-
-    assert clock.now_s - 100.0 < 15
+# ---- the queue -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_queue_state_is_not_an_end(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    events = [lambda: None] * 100 + [lambda: run.write(run.state_json, {"phase": "succeeded", "steps": {}})]
-    clock = Clock(monkeypatch, *events)
+def test_what_the_job_waits_for_is_said_when_it_is_news(run: RunDir) -> None:
+    clock = Clock(nothing, nothing, nothing, lambda: says(run, "succeeded"))
+    pending = Sign("waiting", "job 41 is pending: Resources", is_news=True)
+    again = Sign("waiting", "job 41 is pending: Resources, in 59 s")
 
-    follow(run, ScriptedSubmission(("unknown", "")), PlainDisplay(io.StringIO()), clock.sleep)
+    shown = watched(run, clock, pending, again, again, Sign("running", "job 41 is running", is_news=True))
 
-    assert clock.now_s > 120
+    assert shown.splitlines() == ["job 41 is pending: Resources", "job 41 is running"]
+
+
+# ---- progress ------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_shown_and_success_ends_the_wait(run: RunDir) -> None:
+    run.metrics_jsonl.write_text(json.dumps(LINE) + "\n")
+
+    shown = watched(run, Clock(lambda: says(run, "succeeded")))
+
+    assert "reward 0.500" in shown
+
+
+def test_each_change_of_a_step_is_said_once(run: RunDir) -> None:
+    step = {"state": "running", "started": 1.0}
+    clock = Clock(
+        lambda: says(run, "running", steps={"trainer": step}),
+        lambda: says(run, "running", steps={"trainer": step}),
+        lambda: says(run, "succeeded", steps={"trainer": step | {"state": "ended"}}),
+    )
+
+    assert watched(run, clock).splitlines() == ["trainer: running", "trainer: ended"]
+
+
+def test_a_restarted_step_is_told_from_its_first_start(run: RunDir) -> None:
+    def is_now(**step: Any) -> Callable[[], None]:
+        return lambda: says(run, "running", steps={"rollout_001": step})
+
+    clock = Clock(
+        is_now(state="running", started=1.0),
+        is_now(state="waiting", started=1.0, reason="killed by SIGKILL"),
+        is_now(state="running", started=9.0),
+        lambda: says(run, "succeeded"),
+    )
+
+    assert watched(run, clock).splitlines() == [
+        "rollout_001: running",
+        "rollout_001: waiting (killed by SIGKILL)",
+        "rollout_001: running (start 2)",
+    ]
 
 
 def test_a_half_written_metrics_line_waits_for_its_end(tmp_path: Path) -> None:
@@ -118,10 +133,101 @@ def test_a_half_written_metrics_line_waits_for_its_end(tmp_path: Path) -> None:
 
 
 def test_a_step_line_names_every_column() -> None:
-    line = step_line(STEP)
+    line = step_line(LINE)
 
-    for word in ("step 1/10", "reward", "tokens/s 1,23", "staleness 0.25", "version v1", "sync s 0.070", "ETA 1:05"):
+    for word in ("step 1/10", "reward", "tokens/s 1,000", "staleness 0.25", "version v1", "sync s 0.070", "ETA 0:08"):
         assert word in line
+
+
+def test_durations_read_as_clocks() -> None:
+    assert [duration(5), duration(65), duration(3661)] == ["0:05", "1:05", "1:01:01"]
+
+
+# ---- further attempts ----------------------------------------------------------------------------------------------------
+
+
+def test_a_requeued_run_is_followed_into_its_next_attempt(run: RunDir) -> None:
+    def restart() -> None:
+        says(another_attempt(run, "requeue", step=4), "succeeded")
+
+    clock = Clock(lambda: says(run, "requeued"), nothing, restart)
+
+    shown = watched(run, clock)
+
+    assert "attempt 0 is over, the run goes on in another" in shown
+    assert "attempt 1 (requeue), from step 4" in shown
+
+
+def test_the_last_words_of_an_attempt_are_said_before_the_next_one(run: RunDir) -> None:
+    def both() -> None:
+        says(run, "requeued", steps={"trainer": {"state": "ended", "started": 1.0}})
+        says(another_attempt(run, "chain"), "succeeded")
+
+    shown = watched(run, Clock(both)).splitlines()
+
+    assert shown.index("trainer: ended") < shown.index("attempt 1 (chain), from step 4")
+
+
+def test_the_same_stage_is_said_again_in_another_attempt(run: RunDir) -> None:
+    steps = {"trainer": {"state": "running", "started": 1.0}}
+    clock = Clock(
+        lambda: says(run, "running", steps=steps),
+        lambda: says(another_attempt(run), "succeeded", steps={"trainer": {"state": "running", "started": 2.0}}),
+    )
+
+    assert watched(run, clock).splitlines().count("trainer: running") == 2
+
+
+# ---- the end -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_says_cause_log_and_exit_code(run: RunDir) -> None:
+    says(run, "failed", cause=CAUSE)
+
+    with pytest.raises(RunFailedError) as caught:
+        watched(run, Clock())
+
+    assert caught.value.exit_code == 137
+    for words in ("trainer: rank 1 killed by SIGKILL", "| loss 0.4", "python -m launch.status"):
+        assert words in str(caught.value)
+
+
+def test_a_supervisor_that_vanished_is_noticed_within_fifteen_seconds(run: RunDir, slurm_in_memory: FakeSlurm) -> None:
+    clock = Clock()
+    says(run, "running")
+    (run.logs / "supervisor.log").write_text("slurmstepd: error: node0 is down\n")
+    slurm_in_memory.jobs[41] = Job("NODE_FAIL")
+
+    with pytest.raises(RunFailedError) as caught:
+        watched(run, clock, Sign("over", "component 0 is NODE_FAIL"))
+
+    assert clock.now_s - 100.0 < 15
+    for words in ("NODE_FAIL", "left no last word", "slurmstepd: error: node0 is down"):
+        assert words in str(caught.value)
+
+
+def test_a_last_word_that_comes_after_the_end_of_the_job_counts(run: RunDir) -> None:
+    clock = Clock(*[nothing] * 8, lambda: says(run, "succeeded"))
+
+    assert watched(run, clock, Sign("over", "component 0 is COMPLETED")) == ""
+
+
+def test_a_run_that_was_cancelled_in_the_queue_says_who_did_it(run: RunDir, slurm_in_memory: FakeSlurm) -> None:
+    run.write(run.cancel_json, {"checkpoint": False, "by": "ada@login1"})
+    slurm_in_memory.jobs[41] = Job("CANCELLED")
+
+    with pytest.raises(RunFailedError, match="cancelled by ada@login1") as caught:
+        watched(run, Clock(), Sign("over", "component 0 is CANCELLED"))
+
+    assert caught.value.exit_code == 143
+
+
+def test_an_unknown_queue_state_is_not_an_end(run: RunDir) -> None:
+    clock = Clock(*[nothing] * 100, lambda: says(run, "succeeded"))
+
+    watched(run, clock, Sign("unknown"))
+
+    assert clock.now_s > 120
 
 
 def test_final_words_hold_reward_checkpoint_and_trace_command(run: RunDir) -> None:
@@ -151,5 +257,52 @@ def test_final_words_hold_reward_checkpoint_and_trace_command(run: RunDir) -> No
         assert word in text
 
 
-def test_durations_read_as_clocks() -> None:
-    assert [duration(5), duration(65), duration(3661)] == ["0:05", "1:05", "1:01:01"]
+# ---- python -m launch.follow ---------------------------------------------------------------------------------------------
+
+
+def test_attaching_to_a_failed_run_ends_with_its_cause_and_code(run: RunDir) -> None:
+    says(run, "failed", cause=CAUSE)
+
+    with pytest.raises(RunFailedError, match="killed by SIGKILL") as caught:
+        main([str(run.root)])
+
+    assert caught.value.exit_code == 137
+
+
+def test_attaching_to_a_finished_run_says_what_it_said(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    says(run, "succeeded")
+
+    assert main([str(run.root)]) == 0
+    assert "the run succeeded" in capsys.readouterr().out
+
+
+def test_attaching_to_a_vanished_run_does_not_wait(run: RunDir, slurm_in_memory: FakeSlurm) -> None:
+    says(run, "running")
+    slurm_in_memory.jobs[41] = Job("FAILED", exit_code="0:9")
+
+    with pytest.raises(RunFailedError, match="is vanished: job 41 is over"):
+        main([str(run.root)])
+
+
+def test_attaching_to_a_pending_run_shows_the_queue_and_the_whole_run(
+    run: RunDir, slurm_in_memory: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real time: two looks."""
+    slurm_in_memory.jobs[41] = Job("PENDING", "Resources")
+    trained(run, 2)
+    monkeypatch.setattr(following, "LOOK_INTERVAL_S", 0.01)
+    looks: list[None] = []
+    real = following.Notes.life
+
+    def life(self: following.Notes, sign: Sign) -> None:
+        looks.append(None)
+        real(self, sign)
+        if len(looks) == 2:
+            says(run, "succeeded")
+
+    monkeypatch.setattr(following.Notes, "life", life)
+
+    assert main([str(run.root)]) == 0
+    shown = capsys.readouterr().out
+    assert "job 41 is pending: Resources (waiting for free nodes)" in shown
+    assert "step 1/10" in shown
