@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import time
 from pathlib import Path
@@ -14,14 +13,14 @@ from submitit.core.utils import DelayedSubmission, FailedJobError
 from submitit.slurm.slurm import SlurmJob
 
 from conf.schema import LibraConfig
-from launch import slurm
+from launch import preflight, slurm
 from launch.containers import outer_python
 from launch.desired_steps import desired_steps
-from launch.errors import LibraError
 from launch.hetjob import HetJobSpec, check_path, job_spec, render, render_job
 from launch.local import LocalPairExecutor, link_log
 from launch.machine import choose_mode
-from launch.scrub import is_foreign
+from launch.partitions import SubmitError
+from launch.preflight import sbatch_command
 from launch.steps import Entry
 from launch.submission import LocalSubmission, SlurmSubmission, Submission
 from launch.supervise import supervise
@@ -32,9 +31,7 @@ from stages.files import write_bytes_atomic
 from stages.process import private_files
 from stages.rundir import RunDir
 
-
-class SubmitError(LibraError):
-    """Slurm refused the job; the message is Slurm's own."""
+__all__ = ["ArrayRefusedError", "HetJob", "HetJobExecutor", "HetJobWatcher", "SubmitError", "reattach", "submit"]
 
 
 class ArrayRefusedError(TypeError):
@@ -102,12 +99,6 @@ class HetJobExecutor(submitit.SlurmExecutor):
         return jobs
 
 
-def sbatch_command(*arguments: str) -> list[str]:
-    """sbatch without the variables of an outer job (an inherited SLURM_HET_SIZE breaks every srun of the new job)."""
-    unset = [word for name in sorted(os.environ) if is_foreign(name) for word in ("-u", name)]
-    return ["env", *unset, "sbatch", *arguments]
-
-
 def submit(config: LibraConfig, plan: Plan, run: RunDir, *, entry: Entry = run_stage) -> Submission:
     """Write the desired state and start the run. Call it from the main thread.
 
@@ -146,7 +137,8 @@ def _submit_local(config: LibraConfig, run: RunDir, entry: Entry) -> Submission:
 def _submit_slurm(config: LibraConfig, plan: Plan, run: RunDir, entry: Entry) -> Submission:
     spec = job_spec(config, plan, run.root, run.attempt)
     write_bytes_atomic(run.job_sbatch, render_job(config, plan, run.root, run.attempt).encode())
-    check_with_slurm(run.job_sbatch)
+    for sentence in preflight.check(spec, run.job_sbatch):
+        print(sentence, flush=True)
     executor = HetJobExecutor(run.submitit, spec, outer_python(config))
     try:
         job = executor.submit(supervise, str(run.root), run.attempt, entry)
@@ -154,17 +146,3 @@ def _submit_slurm(config: LibraConfig, plan: Plan, run: RunDir, entry: Entry) ->
         raise SubmitError(f"sbatch refused {run.job_sbatch}: {error}") from error
     link_log(run.submitit, str(job.job_id))
     return SlurmSubmission(run, job)
-
-
-def check_with_slurm(script: Path) -> None:
-    """`sbatch --test-only`. It also refuses what a real submission would leave pending for ever (more nodes than there are).
-
-    Raises SubmitError with Slurm's message.
-    """
-    try:
-        slurm.command(sbatch_command("--test-only", str(script)), timeout_s=60.0)
-    except slurm.SlurmCommandError as error:
-        raise SubmitError(
-            f"Slurm cannot run this job: {error}; see {script}, and change slurm.partition, slurm.time_min,"
-            f" slurm.mem_per_node_bytes, hardware.cpus_per_node, hardware.gpus_per_node, train_gpus or rollout_gpus"
-        ) from error

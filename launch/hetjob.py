@@ -44,7 +44,7 @@ TAKEN_BACK = ("reservation", "exclude")
 class Component:
     """One hetjob component (the whole job when the layout is single). Sizes are per node; memory 0 asks for all of it.
 
-    `gpus` is the whole option that asks for them, empty on a cluster without GPUs.
+    `gpu_flag` is how GPUs are asked for, "none" on a cluster that has none.
     """
 
     roles: tuple[str, ...]
@@ -52,7 +52,8 @@ class Component:
     cpus: int
     gpus_per_node: int
     mem_bytes: int
-    gpus: str = ""
+    gpu_flag: str = "gpus-per-node"
+    gpu_type: str = ""
     partition: str = ""
     account: str = ""
     qos: str = ""
@@ -148,7 +149,8 @@ def _component(
         cpus=cpus,
         gpus_per_node=gpus,
         mem_bytes=int(memory),
-        gpus=gpu_option(common.gpu_flag, side.gpu_type or common.gpu_type, gpus),
+        gpu_flag=common.gpu_flag,
+        gpu_type=side.gpu_type or common.gpu_type,
         partition=side.partition or common.partition,
         account=common.account,
         qos=side.qos or common.qos,
@@ -176,12 +178,12 @@ def _size(config: LibraConfig, index: int, steps: list[StepSpec]) -> tuple[int, 
     return nodes, cpus, gpus
 
 
-def gpu_option(flag: str, kind: str, count: int) -> str:
+def _gpu_option(component: Component) -> str:
     """ "--gpus-per-node=h100:8", "--gres=gpu:h100:8", or "" where nodes have no GPUs."""
-    if flag == "none":
+    if component.gpu_flag == "none":
         return ""
-    typed = f"{kind}:{count}" if kind else str(count)
-    return f"--gres=gpu:{typed}" if flag == "gres" else f"--gpus-per-node={typed}"
+    typed = f"{component.gpu_type}:{component.gpus_per_node}" if component.gpu_type else str(component.gpus_per_node)
+    return f"--gres=gpu:{typed}" if component.gpu_flag == "gres" else f"--gpus-per-node={typed}"
 
 
 def _on_node(steps: list[StepSpec], node: int, amount: Callable[[StepSpec], int]) -> int:
@@ -241,5 +243,5 @@ def _component_lines(components: Sequence[Component], index: int) -> list[str]:
         "mem": f"{math.ceil(component.mem_bytes / 2**20)}M" if component.mem_bytes else "0",
     }
     words = [f"--{key}={value}" for key, value in sizes.items()]
-    lines.append(" ".join(["#SBATCH", *words[:3], *filter(None, [component.gpus]), *words[3:]]))
+    lines.append(" ".join(["#SBATCH", *words[:3], *filter(None, [_gpu_option(component)]), *words[3:]]))
     return lines + [f"#SBATCH {line}" for line in component.extra]

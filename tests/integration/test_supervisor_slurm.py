@@ -231,7 +231,7 @@ def test_a_single_job_runs_the_same_steps(start: Start) -> None:
         (lambda config: setattr(config.slurm, "partition", "nowhere"), "invalid partition specified: nowhere"),
         (
             lambda config: setattr(config.slurm, "mem_per_node_bytes", 1e15),
-            "Requested node configuration is not available",
+            r"want 1 node\(s\) with 1 GPUs, 2 processors, 1e\+06 GB in partition dev, available 0",
         ),
     ],
 )

@@ -45,6 +45,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f'env > {folder}/environment; echo "$@" >> {folder}/sbatch.calls; echo "Submitted batch job 41"',
     )
     program(folder, "srun", "exit 1")
+    cluster(folder)
     program(folder, "scancel", f'echo "$@" >> {folder}/scancel.calls')
     queue(folder, "PENDING|Resources")
     return folder
@@ -54,6 +55,11 @@ def program(folder: Path, name: str, script: str) -> None:
     path = folder / name
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def cluster(folder: Path, nodes: str = "node[0-3]", state: str = "idle", limit: str = "infinite") -> None:
+    """Let sinfo show one partition of nodes with four processors and two GPUs each."""
+    program(folder, "sinfo", f"echo 'dev*|{nodes}|4|8000|gpu:4|(null)|{state}|{limit}|1-infinite'")
 
 
 def queue(folder: Path, leader: str, other: str = "", exit_code: str = "0:0") -> None:
@@ -126,12 +132,84 @@ def test_a_job_submitted_from_inside_a_job_does_not_inherit_it(
     assert not [line for line in environment if line.startswith(("SLURM_HET", "SBATCH_"))]
 
 
+def test_the_estimate_of_the_start_is_shown(tmp_path: Path, calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    estimate = "Job 42 to start at 2026-11-30T02:01:46 using 3 processors on node[0-1]"
+    program(calls, "sbatch", f'[ "$1" = --test-only ] && {{ echo "sbatch: {estimate}" >&2; exit 0; }}; echo "job 41"')
+
+    submitted(tmp_path)
+
+    assert f"sbatch --test-only: {estimate}\n" in capsys.readouterr().out
+
+
 def test_slurms_refusal_is_the_message(tmp_path: Path, calls: Path) -> None:
     program(calls, "sbatch", "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1")
     config, plan, run = slurm_run(tmp_path)
 
     with pytest.raises(SubmitError, match=r"Requested node configuration is not available.*change slurm\.partition"):
         submit(config, plan, run, entry=entry)
+
+
+def test_an_unknown_partition_is_refused_with_those_that_there_are(tmp_path: Path, calls: Path) -> None:
+    program(calls, "sbatch", "echo 'sbatch: error: invalid partition specified: dve' >&2; exit 1")
+    config, plan, run = slurm_run(tmp_path)
+    config.slurm.partition = "dve"
+
+    with pytest.raises(SubmitError, match=r"invalid partition specified: dve \(Slurm has dev\)"):
+        submit(config, plan, run, entry=entry)
+
+
+def test_a_partition_that_is_too_small_is_refused_without_asking_for_a_trial(tmp_path: Path, calls: Path) -> None:
+    cluster(calls, nodes="node0")
+    config, plan, run = slurm_run(tmp_path)
+
+    with pytest.raises(
+        SubmitError, match=r"wants 2 nodes \(1 for .* and 1 for rollout\), available 1: .* lower train_gpus"
+    ):
+        submit(config, plan, run, entry=entry)
+
+    assert not (calls / "sbatch.calls").exists()
+
+
+def test_a_limit_that_a_trial_does_not_see_is_refused(tmp_path: Path, calls: Path) -> None:
+    cluster(calls, limit="30:00")
+    config, plan, run = slurm_run(tmp_path)
+
+    with pytest.raises(SubmitError, match=r"slurm\.time_min=60 is more than partition dev allows, 30 min"):
+        submit(config, plan, run, entry=entry)
+
+
+def test_a_node_that_is_down_is_waited_for_although_the_trial_refuses(
+    tmp_path: Path, calls: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster(calls, nodes="node[0-1]", state="down*")
+    refusal = "allocation failure: Requested node configuration is not available"
+    program(calls, "sbatch", f'[ "$1" = --test-only ] && {{ echo "{refusal}" >&2; exit 1; }}; echo "job 41"')
+
+    submitted(tmp_path)
+
+    assert "the job will wait: trainer and controller want" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("broken", ["kill -SEGV $$", "echo 'Unable to contact slurm controller' >&2; exit 1"])
+def test_a_trial_that_gives_no_answer_does_not_stop_the_submission(
+    tmp_path: Path, calls: Path, capsys: pytest.CaptureFixture[str], broken: str
+) -> None:
+    program(calls, "sbatch", f'[ "$1" = --test-only ] && {{ {broken}; }}; echo "job 41"')
+
+    _, submission = submitted(tmp_path)
+
+    assert submission.job_id == "41"
+    assert "sbatch --test-only gave no answer" in capsys.readouterr().out
+
+
+def test_a_silent_sinfo_is_said_and_stops_nothing(
+    tmp_path: Path, calls: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program(calls, "sinfo", "echo 'slurm_load_partitions: down' >&2; exit 1")
+
+    submitted(tmp_path)
+
+    assert "the size of the cluster was not checked: sinfo failed" in capsys.readouterr().err
 
 
 def test_a_refusal_of_the_real_submission_is_the_message_too(tmp_path: Path, calls: Path) -> None:
