@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.doctor.commands import Answer
-from launch.doctor.evidence import Evidence, HetjobStory, JobStory
+from launch.doctor.evidence import Evidence, GpuAsking, HetjobStory, JobStory
 from launch.doctor.finding import Finding
 from launch.doctor.probes import packages
 from launch.doctor.slurm_facts import SlurmFacts, gather
@@ -104,7 +104,7 @@ def healthy(**changes: Any) -> Evidence:
     evidence = Evidence(
         mode="slurm",
         quick=False,
-        gpus=2,
+        asking=GpuAsking(2),
         configured={"hardware.link_bytes_per_s": 450e9, "hardware.network_bytes_per_s": 50e9},
         here={
             "packages": dict(VERSIONS),

@@ -36,8 +36,18 @@ class HetjobStory:
 
 
 @dataclass(frozen=True)
+class GpuAsking:
+    """How the job asked for GPUs: `count` on each node. `flag` is what sbatch took; `refused` what it said to others."""
+
+    count: int = 0
+    flag: str = "gpus-per-node"
+    configured: str = "gpus-per-node"
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Evidence:
-    """`gpus`: how many the job asked for on each node. `nodes`, `steps` and `programs` are reports by name.
+    """`nodes`, `steps` and `programs` are reports by name.
 
     `here` are the answers of the interpreter that runs the doctor. `absent` says why there is no `slurm`; `silent`: there
     should be one, and it does not answer. `configured` are the rates that the planner would use, by option.
@@ -45,7 +55,7 @@ class Evidence:
 
     mode: str
     quick: bool
-    gpus: int = 0
+    asking: GpuAsking = GpuAsking()
     configured: Mapping[str, float] = field(default_factory=dict)
     here: Report = field(default_factory=dict)
     slurm: SlurmFacts | None = None

@@ -12,8 +12,9 @@ from typing import Any
 
 from conf.schema import LibraConfig
 from launch import machine
+from launch.containers import surroundings
 from launch.doctor import job, slurm_facts
-from launch.doctor.evidence import Evidence, HetjobStory, JobStory
+from launch.doctor.evidence import Evidence, GpuAsking, HetjobStory, JobStory
 from launch.doctor.inside.driver import drive_here
 from launch.doctor.order import FULL, QUICK, Order
 from launch.doctor.probes import collective, engine, interpreter, packages
@@ -22,7 +23,7 @@ from launch.doctor.slurm_facts import SlurmFacts
 from launch.doctor.workplace import workplace
 from stages.files import list_names, make_directory, read_json
 
-QUICK_CPUS = 4
+QUICK_CORES = 4
 QUICK_GPUS = 2
 QUICK_BYTES = 2**30
 PROGRAMS = (collective.PROGRAM, engine.PROGRAM)
@@ -54,7 +55,6 @@ def examine(wish: Wish, say: Say) -> Evidence:
         evidence = Evidence(
             mode=order.mode,
             quick=wish.quick,
-            gpus=order.gpus,
             configured={name: getattr(wish.config.hardware, name.partition(".")[2]) for name in RATES.values()},
             here=here,
             slurm=facts,
@@ -74,14 +74,14 @@ def why_local(mode: str, has_sbatch: bool, answers: Callable[[], bool]) -> tuple
         return "launch.mode=local", False
     if has_sbatch:
         return ("", False) if answers() else ("sbatch is here, and no controller answers (scontrol ping)", True)
-    return "sbatch is not on PATH", mode == "slurm"
+    return "sbatch is not on PATH", mode in ("slurm", "allocation")
 
 
 def make_order(wish: Wish, folder: Path, facts: SlurmFacts | None) -> Order:
     """Sizes that every usable node has: all of it in the full mode, little in the quick one, which starts sooner."""
-    nodes = facts.usable if facts else ()
-    cpus = min((node.cpus for node in nodes), default=len(os.sched_getaffinity(0))) or 1
-    gpus = min((node.gpus for node in nodes), default=0)
+    nodes, options = facts.usable if facts else (), wish.config.slurm
+    threads = max((node.threads for node in nodes), default=1)
+    around = surroundings(wish.config)
     order = Order(
         token=folder.name.rpartition("-")[2],
         folder=str(folder),
@@ -89,28 +89,54 @@ def make_order(wish: Wish, folder: Path, facts: SlurmFacts | None) -> Order:
         quick=wish.quick,
         python=wish.config.launch.python or sys.executable,
         nodes=1 if facts is None else wish.nodes or min(2, len(nodes)) or 1,
-        cpus=cpus,
-        gpus=gpus,
-        mem_bytes=int(wish.config.slurm.mem_per_node_bytes),
+        cpus=min((node.cpus for node in nodes), default=len(os.sched_getaffinity(0))) or 1,
+        gpus=0 if options.gpu_flag == "none" else min((node.gpus(options.gpu_type) for node in nodes), default=0),
+        mem_bytes=int(options.mem_per_node_bytes),
         limits=QUICK if wish.quick else FULL,
+        threads=threads,
+        gpu_flag=options.gpu_flag,
+        gpu_type=options.gpu_type,
+        prefixes={role: list(words) for role, words in around.prefixes.items()},
+        srun_extra={role: list(words) for role, words in around.srun_extra.items()},
     )
     if not wish.quick:
         return order
-    return replace(order, cpus=min(cpus, QUICK_CPUS), gpus=min(gpus, QUICK_GPUS), mem_bytes=QUICK_BYTES)
+    cpus, gpus = min(order.cpus, QUICK_CORES * threads), min(order.gpus, QUICK_GPUS)
+    return replace(order, cpus=cpus, gpus=gpus, mem_bytes=QUICK_BYTES)
 
 
 def _with_slurm(evidence: Evidence, order: Order, wish: Wish, facts: SlurmFacts, say: Say) -> Evidence:
     if not facts.usable:
         return replace(evidence, job=JobStory(trouble=NO_NODES), hetjob=HetjobStory(None, NO_NODES))
-    most_min = facts.partition.max_minutes if facts.partition else None
-    submitted = job.submit(order.path / "job.sbatch", job.script(order, wish.config, most_min), say)
+    order, submitted, refused = _submit(order, wish.config, facts, say)
     if isinstance(submitted, str):
         story = job.refused(submitted)
     else:
         say(f"job {submitted.job_id}: {order.nodes} nodes, {order.cpus} processors and {order.gpus} GPUs on each")
         story = job.follow(submitted, order, wish.queue_wait_s)
     hetjob = job.try_hetjob(order, wish.config, len(facts.usable), wish.queue_wait_s, say)
-    return _collect(evidence, order, story, hetjob)
+    asking = GpuAsking(order.gpus, order.gpu_flag, wish.config.slurm.gpu_flag, refused)
+    return _collect(replace(evidence, asking=asking), order, story, hetjob)
+
+
+def _submit(
+    order: Order, config: LibraConfig, facts: SlurmFacts, say: Say
+) -> tuple[Order, job.Submitted | str, dict[str, str]]:
+    """With the first way to ask for GPUs that sbatch takes: (order with it, job or the first refusal, refusals by way).
+
+    "none" is another way only where Slurm has no GPUs: elsewhere it is accepted for want of any demand.
+    """
+    most_min = facts.partition.max_minutes if facts.partition else None
+    others = ("gpus-per-node", "gres") if order.gpus else ("none",)
+    refused: dict[str, str] = {}
+    for flag in dict.fromkeys((order.gpu_flag, *others)):
+        tried = replace(order, gpu_flag=flag)
+        tried.write()
+        submitted = job.submit(order.path / "job.sbatch", job.script(tried, config, most_min), say)
+        if not isinstance(submitted, str):
+            return tried, submitted, refused
+        refused[flag] = submitted
+    return order, refused[order.gpu_flag], refused
 
 
 def _collect(evidence: Evidence, order: Order, story: JobStory, hetjob: HetjobStory) -> Evidence:

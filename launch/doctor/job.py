@@ -10,6 +10,7 @@ from typing import Any
 
 from conf.schema import LibraConfig
 from launch import slurm
+from launch.containers import outer_python
 from launch.doctor.commands import ask
 from launch.doctor.evidence import HetjobStory, JobStory
 from launch.doctor.inside.driver import longest_s
@@ -108,16 +109,20 @@ def script(order: Order, config: LibraConfig, most_min: int | None = None) -> st
         job_name=JOB_NAME,
         time_min=min(needed_min, most_min or needed_min),
         output=str(order.path / "job.log"),
-        components=(_component(config, order.nodes, order.cpus, order.gpus, order.mem_bytes),),
+        components=(_component(config, order, order.nodes, order.cpus, order.gpus, order.mem_bytes),),
         setup=tuple(config.launch.setup),
     )
-    return render(spec, f"{shlex.quote(order.python)} -u -m launch.doctor.inside.driver {shlex.quote(order.folder)}")
+    return render(
+        spec, f"{shlex.quote(outer_python(config))} -u -m launch.doctor.inside.driver {shlex.quote(order.folder)}"
+    )
 
 
 def trial_script(order: Order, config: LibraConfig) -> str:
     """Two components of one node, a step on each."""
-    step = "srun --het-group={} --nodes=1 --ntasks=1 --cpus-per-task=1 --mem=0 --exact --gpus-per-node=0 --mpi=none /bin/true"
-    component = _component(config, 1, 1, 0, TRIAL_BYTES)
+    sizes = f"--nodes=1 --ntasks=1 --cpus-per-task={order.threads} --mem=0"
+    no_gpus = "" if order.gpu_flag == "none" else "--gpus-per-node=0 "
+    step = f"srun --het-group={{}} {sizes} --exact {no_gpus}--mpi=none /bin/true"
+    component = _component(config, order, 1, order.threads, 0, TRIAL_BYTES)
     spec = HetJobSpec(
         job_name=f"{JOB_NAME}-het",
         time_min=TRIAL_MIN,
@@ -127,7 +132,7 @@ def trial_script(order: Order, config: LibraConfig) -> str:
     return render(spec, f"/bin/sh -c {shlex.quote(f'{step.format(0)} && {step.format(1)}')}")
 
 
-def _component(config: LibraConfig, nodes: int, cpus: int, gpus: int, mem_bytes: int) -> Component:
+def _component(config: LibraConfig, order: Order, nodes: int, cpus: int, gpus: int, mem_bytes: int) -> Component:
     options = config.slurm
     return Component(
         roles=("doctor",),
@@ -135,9 +140,14 @@ def _component(config: LibraConfig, nodes: int, cpus: int, gpus: int, mem_bytes:
         cpus=cpus,
         gpus_per_node=gpus,
         mem_bytes=mem_bytes,
+        gpu_flag=order.gpu_flag,
+        gpu_type=order.gpu_type,
         partition=options.partition,
         account=options.account,
         qos=options.qos,
+        constraint=options.constraint,
+        reservation=options.reservation,
+        exclude=options.exclude,
         extra=tuple(options.extra),
     )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launch.containers import Surroundings
 from stages.files import DamagedRecordError, read_json, write_json_atomic
 
 ORDER_FILE = "order.json"
@@ -57,7 +58,11 @@ FULL = Limits(
 
 @dataclass(frozen=True)
 class Order:
-    """Sizes are per node. `mode` is "slurm" or "local"; `token` is in the name of everything that is made."""
+    """Sizes are per node. `mode` is "slurm" or "local"; `token` is in the name of everything that is made.
+
+    Steps get whole cores, of `threads` processors each. `gpu_flag` is how GPUs are asked for (slurm.gpu_flag), `gpu_type` which
+    (slurm.gpu_type). `prefixes` and `srun_extra` stand around the Python of a step, by role.
+    """
 
     token: str
     folder: str
@@ -69,11 +74,24 @@ class Order:
     gpus: int
     mem_bytes: int
     limits: Limits
+    threads: int = 1
+    gpu_flag: str = "gpus-per-node"
+    gpu_type: str = ""
+    prefixes: dict[str, list[str]] = field(default_factory=dict)
+    srun_extra: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def step_cpus(self) -> int:
         """Of the step that measures on each node; the full mode takes all that the job has."""
-        return min(2, self.cpus) if self.quick else self.cpus
+        return min(2 * self.threads, self.cpus) if self.quick else self.cpus
+
+    @property
+    def around(self) -> Surroundings:
+        return Surroundings(
+            {role: tuple(words) for role, words in self.prefixes.items()},
+            {role: tuple(words) for role, words in self.srun_extra.items()},
+            asks_for_gpus=self.gpu_flag != "none",
+        )
 
     @property
     def path(self) -> Path:

@@ -20,6 +20,15 @@ from stages.files import make_directory, write_bytes_atomic
 MARK = "# Written by `python -m launch.doctor`"
 DEFAULT_FILE = Path("libra_site/cluster/site.yaml")
 GROUP = "cluster"
+SURROUNDINGS = (
+    "launch.python",
+    "launch.supervisor_python",
+    "launch.setup",
+    "launch.prefix",
+    "launch.trainer_prefix",
+    "launch.rollout_prefix",
+    "launch.controller_prefix",
+)
 CLEARLY_BETTER = 1.25
 MOST_THREADS = 16
 
@@ -57,15 +66,25 @@ def text_of(evidence: Evidence, findings: list[Finding], config: LibraConfig, to
         "# @package _global_",
         f"{MARK}, {today.isoformat()}, {_where(evidence)}. It replaces this file when it runs again.",
     ]
-    values = settings(evidence, config)
-    for section in dict.fromkeys(name.partition(".")[0] for name in values):
-        lines.append(f"{section}:")
-        for name, (value, comment) in values.items():
-            if name.startswith(f"{section}."):
-                lines += [f"  # {comment}"] if comment else []
-                lines.append(f"  {name.partition('.')[2]}: {_scalar(value)}")
+    lines += _tree(settings(evidence, config))
     lines += ["", "# What was found:", *(f"# {_line(finding)}" for finding in findings)]
     return "\n".join(lines) + "\n"
+
+
+def _tree(values: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
+    """Dotted names as nested YAML, in the order of the schema, so that each group opens once."""
+    order = {name: number for number, (name, _, _) in enumerate(walk(LibraConfig()))}
+    opened: list[str] = []
+    for name in sorted(values, key=lambda name: order[name]):
+        *groups, leaf = name.split(".")
+        for depth, group in enumerate(groups):
+            if opened[: depth + 1] != groups[: depth + 1]:
+                yield f"{'  ' * depth}{group}:"
+        opened = groups
+        value, comment = values[name]
+        if comment:
+            yield f"{'  ' * len(groups)}# {comment}"
+        yield f"{'  ' * len(groups)}{leaf}: {_scalar(value)}"
 
 
 def settings(evidence: Evidence, config: LibraConfig) -> dict[str, tuple[Any, str]]:
@@ -74,6 +93,9 @@ def settings(evidence: Evidence, config: LibraConfig) -> dict[str, tuple[Any, st
     found |= _given(config)
     if hetjob.must_be_single(evidence):
         found["slurm.layout"] = ("single", "heterogeneous jobs do not work here")
+    asking = evidence.asking
+    if evidence.job.job_id and asking.flag != asking.configured:
+        found["slurm.gpu_flag"] = (asking.flag, f"sbatch refuses {asking.configured}")
     found |= {name: value for name, value in (*_hardware(evidence), *_rates(evidence), *_threads(evidence))}
     return found
 
@@ -81,23 +103,23 @@ def settings(evidence: Evidence, config: LibraConfig) -> dict[str, tuple[Any, st
 def _given(config: LibraConfig) -> dict[str, tuple[Any, str]]:
     """What the doctor was told: every option of the slurm group and of the job's surroundings that is not the default."""
     defaults = {name: value for name, _, value in walk(LibraConfig())}
-    kept = ("launch.python", "launch.setup")
     return {
         name: (value, "as given")
         for name, _, value in walk(config)
-        if (name.startswith("slurm.") or name in kept) and value != defaults[name]
+        if (name.startswith("slurm.") or name in SURROUNDINGS) and value != defaults[name]
     }
 
 
 def _hardware(evidence: Evidence) -> Iterator[tuple[str, tuple[Any, str]]]:
     nodes = evidence.slurm.nodes if evidence.slurm else ()
     cards = [gpus.usable(facts) for facts in evidence.answers(gpus.KEY).values()]
-    count = min((node.gpus for node in nodes), default=0) if nodes else min(cards, default=0)
+    count = min(node.gpus() for node in nodes) if nodes else min(cards, default=0)
     if count:
         source = "Slurm's count for the smallest node" if nodes else "nvidia-smi"
         yield "hardware.gpus_per_node", (count, source)
     if nodes:
         yield "hardware.cpus_per_node", (min(node.cpus for node in nodes), "Slurm's count for the smallest node")
+        yield "hardware.threads_per_core", (max(node.threads for node in nodes), "Slurm's ThreadsPerCore")
     else:
         seen = [int(facts["seen"]) for facts in evidence.answers(cpus.KEY).values()]
         if seen:

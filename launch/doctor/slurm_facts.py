@@ -17,7 +17,7 @@ _UNUSABLE_FLAGS = frozenset(
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One node as Slurm has it; `state` in Slurm's words ("IDLE", "MIXED+DRAIN", "DOWN*")."""
+    """One node as Slurm has it; `state` in Slurm's words ("IDLE", "MIXED+DRAIN", "DOWN*"). `threads`: of one core."""
 
     name: str
     version: str
@@ -26,10 +26,11 @@ class NodeFacts:
     gres: str
     state: str
     partitions: tuple[str, ...]
+    threads: int = 1
 
-    @property
-    def gpus(self) -> int:
-        return count_gpus(self.gres)
+    def gpus(self, kind: str = "") -> int:
+        """Of one type, or all."""
+        return count_gpus(self.gres, kind)
 
     @property
     def is_usable(self) -> bool:
@@ -103,12 +104,12 @@ def release(version: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-def count_gpus(gres: str) -> int:
-    """ "gpu:h100:8(S:0-3),shard:32" -> 8; several types are added up. "gpu" alone is one."""
+def count_gpus(gres: str, kind: str = "") -> int:
+    """ "gpu:h100:8(S:0-3),shard:32" -> 8; types are added up unless `kind` names one. "gpu" alone is one."""
     found = 0
     for item in re.sub(r"\([^)]*\)", "", gres).split(","):
         name, *rest = item.strip().split(":")
-        if name == "gpu":
+        if name == "gpu" and (not kind or rest[:-1] == [kind]):
             found += int(rest[-1]) if rest and rest[-1].isdigit() else 1
     return found
 
@@ -134,6 +135,7 @@ def parse_nodes(text: str) -> list[NodeFacts]:
             gres="" if record.get("Gres") == "(null)" else record.get("Gres", ""),
             state=record.get("State", ""),
             partitions=tuple(record.get("Partitions", "").split(",")),
+            threads=_number(record.get("ThreadsPerCore")) or 1,
         )
         for record in _records(text, "NodeName")
     ]

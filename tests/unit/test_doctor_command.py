@@ -20,7 +20,7 @@ from launch.doctor import command, examine, job
 from launch.doctor.commands import NOT_FOUND, TIMED_OUT, Answer, ask
 from launch.doctor.examine import Wish, make_order, why_local
 from launch.doctor.inside.driver import longest_s
-from launch.doctor.order import FOLDER_PREFIX, FULL, QUICK, Order
+from launch.doctor.order import FOLDER_PREFIX, FULL, QUICK, Order, read_order
 from launch.doctor.workplace import NoWorkplaceError, workplace
 from launch.slurm import ComponentState
 from stages.files import make_directory, write_json_atomic
@@ -198,6 +198,54 @@ def test_the_quick_mode_asks_for_little_and_the_full_one_for_whole_nodes(tmp_pat
     assert (full.nodes, full.cpus, full.gpus, full.mem_bytes, full.limits) == (2, 64, 8, 0, FULL)
     assert (quick.nodes, quick.cpus, quick.gpus, quick.mem_bytes, quick.limits) == (2, 4, 2, 2**30, QUICK)
     assert (quick.step_cpus, full.step_cpus, quick.token) == (2, 64, "ab")
+
+
+def test_steps_get_whole_cores(tmp_path: Path) -> None:
+    facts = slurm_facts()
+    threaded = replace(facts, nodes=tuple(replace(node, cpus=64, threads=2) for node in facts.nodes))
+
+    order = make_order(Wish(LibraConfig(), quick=True), tmp_path / "x", threaded)
+
+    assert (order.cpus, order.step_cpus, order.threads) == (8, 4, 2)
+
+
+def test_a_container_stands_around_the_python_of_steps_only(tmp_path: Path) -> None:
+    config = compose(["launch.prefix=[apptainer,exec,x.sif]", "launch.python=/inside/python"])
+
+    order = make_order(Wish(config), tmp_path / "x", slurm_facts())
+
+    assert order.python == "/inside/python"
+    assert order.around.prefix("trainer") == ("apptainer", "exec", "x.sif")
+    assert f"exec {sys.executable} -u" in job.script(order, config)
+
+
+def test_another_way_to_ask_for_gpus_is_tried_when_sbatch_refuses_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(arguments: Sequence[str]) -> Answer:
+        if "--gpus-per-node=2" in Path(arguments[-1]).read_text():
+            return Answer(1, "", "sbatch: error: Invalid Trackable RESource (TRES) specification")
+        return Answer(0, "12")
+
+    fake_sbatch(monkeypatch, answer)
+    order = order_with_driver(tmp_path)
+
+    tried, submitted, refused = examine._submit(order, LibraConfig(), slurm_facts(), print)
+
+    assert isinstance(submitted, job.Submitted)
+    assert tried.gpu_flag == read_order(order.path).gpu_flag == "gres"
+    assert list(refused) == ["gpus-per-node"]
+
+
+def test_a_refusal_for_another_reason_is_told_in_the_words_for_what_was_configured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_sbatch(monkeypatch, lambda arguments: Answer(1, "", "sbatch: error: Invalid account"))
+
+    _, submitted, refused = examine._submit(order_with_driver(tmp_path), LibraConfig(), slurm_facts(), print)
+
+    assert submitted == "sbatch: error: Invalid account"
+    assert set(refused) == {"gpus-per-node", "gres"}, "'none' would be accepted for want of any demand"
 
 
 def test_the_smallest_usable_node_decides(tmp_path: Path) -> None:

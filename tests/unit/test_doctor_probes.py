@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launch.doctor.evidence import Evidence, JobStory
+from launch.doctor.evidence import Evidence, GpuAsking, JobStory
 from launch.doctor.finding import Finding, Status, has_problems
 from launch.doctor.probes import (
     bandwidth,
@@ -196,7 +196,7 @@ def test_limits_are_judged_by_their_hard_values(values: dict[str, Any], name: st
 
 
 def test_little_locked_memory_matters_only_with_gpus() -> None:
-    evidence = replace(changed(healthy(), "node1", "limits", memlock=[65536, 65536]), gpus=0)
+    evidence = replace(changed(healthy(), "node1", "limits", memlock=[65536, 65536]), asking=GpuAsking(0))
 
     assert only(limits.judge(evidence), "locked memory").status is Status.OK
 
@@ -237,6 +237,23 @@ def test_gpus_that_only_slurm_knows_are_said_to_be_slurms_count() -> None:
 
     assert finding.status is Status.NOTE
     assert "Slurm gives 2 to each node" in finding.seen
+
+
+@pytest.mark.parametrize(
+    "asking, job, status",
+    [
+        (GpuAsking(2), JobStory(7, "COMPLETED"), Status.OK),
+        (GpuAsking(2, "gres", "gpus-per-node", {"gpus-per-node": "Invalid TRES"}), JobStory(7, "RUNNING"), Status.NOTE),
+        (GpuAsking(0, "none", "gpus-per-node", {"gpus-per-node": "Invalid gres"}), JobStory(7, "RUNNING"), Status.NOTE),
+        (GpuAsking(2, refused={"gpus-per-node": "no", "gres": "no"}), JobStory(state="REFUSED"), Status.NOT_TRIED),
+        (GpuAsking(2), JobStory(state="REFUSED", trouble="no account"), Status.NOT_TRIED),
+    ],
+)
+def test_the_way_to_ask_for_gpus_is_what_sbatch_took(asking: GpuAsking, job: JobStory, status: Status) -> None:
+    finding = judged(healthy(asking=asking, job=job), "how a job asks for GPUs")
+
+    assert finding.status is status
+    assert asking.configured == asking.flag or f"slurm.gpu_flag={asking.flag} is set" in finding.libra
 
 
 def test_a_step_that_does_not_see_its_gpus_is_a_problem() -> None:
@@ -326,7 +343,9 @@ def test_a_step_that_did_not_start_is_a_problem_with_its_words() -> None:
 
 
 def test_nodes_without_gpus_still_start_steps_side_by_side() -> None:
-    evidence = without_cards(healthy(gpus=0, steps={"side_a": step_report(None), "side_b": step_report(None)}))
+    evidence = without_cards(
+        healthy(asking=GpuAsking(0), steps={"side_a": step_report(None), "side_b": step_report(None)})
+    )
     findings = gpus.judge(evidence)
 
     assert only(findings, "GPUs").status is Status.NOTE

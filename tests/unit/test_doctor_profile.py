@@ -13,7 +13,7 @@ import yaml
 from conf.schema import LibraConfig
 from launch.compose import compose
 from launch.doctor import profile
-from launch.doctor.evidence import Evidence, HetjobStory
+from launch.doctor.evidence import Evidence, GpuAsking, HetjobStory, JobStory
 from launch.doctor.probes import judge_all
 from launch.errors import ConfigError
 from launch.tree import tree_at
@@ -76,6 +76,27 @@ def test_what_was_given_is_kept(tmp_path: Path) -> None:
     assert "${HOME}" in config.launch.setup[1]
 
 
+def test_what_was_given_for_one_side_and_for_containers_is_kept(tmp_path: Path) -> None:
+    given = (
+        "slurm.trainer.partition=h100",
+        "slurm.rollout.srun_extra=['--container-image=x']",
+        "launch.prefix=[apptainer,exec]",
+    )
+
+    config = composed(text_of(healthy(), *given), tmp_path)
+
+    assert config.slurm.trainer.partition == "h100"
+    assert config.slurm.rollout.srun_extra == ["--container-image=x"]
+    assert config.launch.prefix == ["apptainer", "exec"]
+
+
+def test_the_way_to_ask_for_gpus_that_sbatch_takes_is_written(tmp_path: Path) -> None:
+    evidence = healthy(asking=GpuAsking(2, "gres", "gpus-per-node", {"gpus-per-node": "Invalid TRES"}))
+
+    assert composed(text_of(evidence), tmp_path).slurm.gpu_flag == "gres"
+    assert "slurm" not in values_of(replace(evidence, job=JobStory(state="REFUSED", trouble="no")))
+
+
 def test_where_hetjobs_are_refused_the_layout_is_single(tmp_path: Path) -> None:
     config = composed(text_of(healthy(hetjob=HetjobStory(False, "no"))), tmp_path)
 
@@ -91,7 +112,8 @@ def values_of(evidence: Evidence) -> dict[str, Any]:
 def test_nothing_is_written_that_was_not_measured() -> None:
     evidence = healthy(nodes={}, programs={})
 
-    assert values_of(evidence)["hardware"] == {"gpus_per_node": 2, "cpus_per_node": 4}, "Slurm's own counts"
+    slurms_own = {"gpus_per_node": 2, "cpus_per_node": 4, "threads_per_core": 1}
+    assert values_of(evidence)["hardware"] == slurms_own
 
 
 def test_gloo_says_nothing_about_the_links_of_gpus() -> None:

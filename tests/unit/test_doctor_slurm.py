@@ -75,10 +75,12 @@ def test_the_recorded_partition_is_read() -> None:
 def test_documented_nodes_of_a_later_release_are_read() -> None:
     nodes = {node.name: node for node in parse_nodes(DOCUMENTED_NODES_25_05)}
 
-    assert (nodes["gpu01"].cpus, nodes["gpu01"].gpus) == (110, 8), "without the processors that Slurm keeps for itself"
+    assert (nodes["gpu01"].cpus, nodes["gpu01"].gpus()) == (110, 8), (
+        "without the processors that Slurm keeps for itself"
+    )
     assert [node.name for node in nodes.values() if node.is_usable] == ["gpu01", "cpu01"]
     assert nodes["gpu03"].version == ""
-    assert nodes["cpu01"].gpus == 0
+    assert nodes["cpu01"].gpus() == 0
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,11 @@ def test_documented_nodes_of_a_later_release_are_read() -> None:
 )
 def test_gpus_are_counted_in_gres(gres: str, count: int) -> None:
     assert count_gpus(gres) == count
+
+
+def test_only_gpus_of_the_wanted_type_count() -> None:
+    assert count_gpus("gpu:a100:4(S:0),gpu:v100:2(S:1)", "v100") == 2
+    assert count_gpus("gpu:2", "h100") == 0
 
 
 @pytest.mark.parametrize(

@@ -96,15 +96,21 @@ class Driver:
         sizes = {"side_a": min(order.gpus, 1), "side_b": 1, "side_cpu": 0}
         if order.gpus < 2:
             sizes["side_b"] = 0
-        wanted = [name for name in SIDE_BY_SIDE if not (order.gpus == 1 and name == "side_b")][: order.cpus]
-        started = [self._steps.start(name, "step", [name, *wanted], Size(gpus=sizes[name])) for name in wanted]
+        wanted = [name for name in SIDE_BY_SIDE if not (order.gpus == 1 and name == "side_b")]
+        wanted = wanted[: max(1, order.cpus // order.threads)]
+        started = [
+            self._steps.start(name, "step", [name, *wanted], self._trivial(name, sizes[name])) for name in wanted
+        ]
         for running in started:
             self._ended(running, order.limits.step_s)
         with_gpu = [name for name in wanted if sizes[name]]
         if with_gpu and not any(f"step.{name}.json" in list_names(order.reports) for name in with_gpu):
             for name, flag in OTHER_WAYS.items():
-                running = self._steps.start(name, "step", [name], Size(gpus=1), [flag.format(1)])
+                running = self._steps.start(name, "step", [name], self._trivial(name, 1), [flag.format(1)])
                 self._ended(running, order.limits.step_s)
+
+    def _trivial(self, name: str, gpus: int) -> Size:
+        return Size(cpus=self._order.threads, gpus=gpus, role="controller" if name == "side_cpu" else "rollout")
 
     def _cards(self) -> int:
         """GPUs on each node that are really there and visible, the least of all nodes."""
@@ -123,7 +129,8 @@ class Driver:
         self._write("all-reduce between the GPUs" if cards else "all-reduce between the nodes (no GPU)")
         words = ["nccl" if cards else "gloo", str(ranks), str(per_node)]
         if order.mode == "slurm":
-            size = Size(order.nodes, per_node, max(1, order.cpus // per_node), cards)
+            cores = max(1, order.cpus // order.threads // per_node)
+            size = Size(order.nodes, per_node, cores * order.threads, cards)
             self._ended(self._steps.start(collective.PROGRAM, "collective", words, size), order.limits.program_s)
             return
         names = [
@@ -139,7 +146,7 @@ class Driver:
     def _engine(self) -> None:
         device = "cuda" if self._cards() else "cpu"
         self._write(f"starting a vLLM server ({device}); this takes up to a few minutes")
-        size = Size(cpus=self._order.cpus, gpus=int(device == "cuda"))
+        size = Size(cpus=self._order.cpus, gpus=int(device == "cuda"), role="rollout")
         self._ended(self._steps.start(engine.PROGRAM, "engine", [device], size), self._order.limits.program_s)
 
 

@@ -32,13 +32,14 @@ LAST_WORDS = 6
 
 @dataclass(frozen=True)
 class Size:
-    """What a step asks for, on each of `nodes` nodes from number `node` on."""
+    """What a step asks for, on each of `nodes` nodes from number `node` on. It runs as a stage of `role` does."""
 
     nodes: int = 1
     tasks_per_node: int = 1
     cpus: int = 1
     gpus: int = 0
     node: int = 0
+    role: str = "trainer"
 
 
 @dataclass
@@ -91,7 +92,7 @@ class Steps(ABC):
         """`program` is a module of `inside`. `flags` take the place of --gpus-per-node. Main thread only. Raises OSError."""
         spec = StepSpec(
             name=name,
-            role="doctor",
+            role=size.role,
             component=0,
             node=size.node,
             nodes=size.nodes,
@@ -141,11 +142,13 @@ class SlurmSteps(Steps):
         return str(self._allocation.job_id)
 
     def _command(self, incarnation: Incarnation, command: list[str], flags: Sequence[str]) -> list[str]:
-        whole = srun_command(incarnation, self._allocation, command[0])
-        ours = whole[: len(whole) - len(step_command(command[0], incarnation))]
+        around = self._order.around
+        prefix = around.prefix(incarnation.spec.role)
+        whole = srun_command(incarnation, self._allocation, command[0], around)
+        ours = whole[: len(whole) - len(step_command(command[0], incarnation, prefix))]
         if flags:
             ours = [word for word in ours if not word.startswith("--gpus-per-node")] + list(flags)
-        return [*ours, *SHELL, *command]
+        return [*ours, *prefix, *SHELL, *command]
 
 
 class LocalSteps(Steps):
@@ -155,7 +158,7 @@ class LocalSteps(Steps):
         return "0"
 
     def _command(self, incarnation: Incarnation, command: list[str], flags: Sequence[str]) -> list[str]:
-        return command
+        return [*self._order.around.prefix(incarnation.spec.role), *command]
 
     def _environment(self, incarnation: Incarnation) -> dict[str, str]:
         environment = super()._environment(incarnation)

@@ -74,7 +74,7 @@ def physical(facts: Report) -> list[str]:
 
 
 def judge(evidence: Evidence) -> list[Finding]:
-    return [_cards(evidence), *(_steps(evidence) if evidence.mode == "slurm" else [])]
+    return [_cards(evidence), *([_flag(evidence), *_steps(evidence)] if evidence.mode == "slurm" else [])]
 
 
 def cards(evidence: Evidence) -> list[Report]:
@@ -98,7 +98,7 @@ def _cards(evidence: Evidence) -> Finding:
 
 
 def _no_cards(evidence: Evidence, answers: Mapping[str, Report]) -> Finding:
-    asked = evidence.gpus
+    asked = evidence.asking.count
     facts = next(iter(answers.values()))
     reason = f"{facts['no_cards'] or 'nvidia-smi lists none'}; {facts['devices']} files /dev/nvidia*"
     if not asked:
@@ -118,17 +118,30 @@ def _card_text(found: list[Report]) -> str:
     return ", ".join(f"{count} x {text}" for text, count in kinds.items()) or "none"
 
 
+def _flag(evidence: Evidence) -> Finding:
+    """What sbatch takes. Steps ask with --gpus-per-node, or not at all (slurm.gpu_flag=none)."""
+    name = "how a job asks for GPUs"
+    asking = evidence.asking
+    refused = "; ".join(f"slurm.gpu_flag={flag} was refused: {words}" for flag, words in asking.refused.items())
+    if not evidence.job.job_id:
+        return not_tried(name, refused or evidence.no_step, f"ask with slurm.gpu_flag={asking.configured}")
+    if asking.flag == asking.configured:
+        return ok(name, f"sbatch took slurm.gpu_flag={asking.flag}, {asking.count} on each node", "ask the same way")
+    return note(
+        name,
+        f"{refused}; sbatch took slurm.gpu_flag={asking.flag}",
+        f"ask so once slurm.gpu_flag={asking.flag} is set (the profile does)",
+    )
+
+
 # ---- steps -------------------------------------------------------------------------------------------------------------
 
 
 def _steps(evidence: Evidence) -> list[Finding]:
-    asked = evidence.gpus
-    if not asked:
-        return [
-            not_tried("GPUs of a step", "Slurm has no GPUs on these nodes", "ask for none"),
-            _side_by_side(evidence),
-        ]
-    return [_whole_node(evidence, asked), _none(evidence), _side_by_side(evidence)]
+    asked = evidence.asking.count
+    if asked:
+        return [_whole_node(evidence, asked), _none(evidence), _side_by_side(evidence)]
+    return [not_tried("GPUs of a step", "Slurm has no GPUs on these nodes", "ask for none"), _side_by_side(evidence)]
 
 
 def _whole_node(evidence: Evidence, asked: int) -> Finding:
@@ -168,7 +181,7 @@ def _none(evidence: Evidence) -> Finding:
 def _side_by_side(evidence: Evidence) -> Finding:
     """Two instances on one node are two steps at the same time; they must start, and must not share a GPU."""
     name = "steps side by side"
-    asked = evidence.gpus
+    asked = evidence.asking.count
     reports = {step: report for step in SIDE_BY_SIDE if (report := _report(evidence, step))}
     wanted = [step for step in SIDE_BY_SIDE if step in evidence.steps]
     if not wanted:

@@ -45,7 +45,7 @@ def _files(answers: dict[str, Report]) -> Finding:
 def _locked(answers: dict[str, Report], evidence: Evidence) -> Finding:
     seen = by_value({node: _bytes(facts["memlock"][1]) for node, facts in answers.items()})
     limited = any(facts["memlock"][1] != INFINITE for facts in answers.values())
-    if limited and evidence.gpus:
+    if limited and evidence.asking.count:
         return note(
             "locked memory", f"at most {seen}", "rely on it for NCCL over InfiniBand, which wants unlimited (ulimit -l)"
         )
