@@ -134,11 +134,11 @@ class Notes:
         self._display.note(f"attempt {run.attempt}{why}{where}")
 
     def stages(self, run: RunDir, state: dict[str, Any]) -> None:
+        reason = str((state.get("stop") or {}).get("reason") or "")
         if state.get("phase") == "requeued":
-            reason = (state.get("cause") or {}).get("message") or state.get("reason") or ""
             self._once(f"attempt {run.attempt} is over, the run goes on in another{f': {reason}' if reason else ''}")
-        elif state.get("phase") == "stopping":
-            self._once("the run is stopping")
+        elif state.get("phase") == "stopping" or reason:
+            self._once(f"the run is stopping{f', with a checkpoint first: {reason}' if reason else ''}")
         for name, step in sorted((state.get("steps") or {}).items()):
             self._step(name, step)
         for file_name in list_names(run.instances):

@@ -73,14 +73,18 @@ class Reader:
     logs: Path
     selection: Selection
     say: Say
-    _offsets: dict[Path, int] = field(default_factory=dict)
+    _offsets: dict[str, int] = field(default_factory=dict)
     _width: int = 0
+
+    def of_attempt(self, logs: Path) -> Reader:
+        """Goes on elsewhere; a log that another attempt goes on writing (the batch script's) is not begun anew."""
+        return Reader(logs, self.selection, self.say, self._offsets, self._width)
 
     def tail(self, count: int | None, *, unfinished: bool) -> None:
         """The last `count` lines of all files together; None for all. `unfinished`: nothing is read after this."""
         parts = []
         for file in self.selection.of(self.logs):
-            lines, self._offsets[file.path] = last_lines(file.path, count, unfinished=unfinished)
+            lines, self._offsets[os.path.realpath(file.path)] = last_lines(file.path, count, unfinished=unfinished)
             parts.append(Part(file, lines, _changed(file.path)))
         self._show(parts, count)
 
@@ -92,9 +96,10 @@ class Reader:
         return bool(parts)
 
     def _read(self, file: LogFile, unfinished: bool) -> list[str]:
+        place = os.path.realpath(file.path)
         try:
             with file.path.open("rb") as handle:
-                offset = self._offsets.get(file.path, 0)
+                offset = self._offsets.get(place, 0)
                 if handle.seek(0, os.SEEK_END) < offset:
                     offset = 0
                 handle.seek(offset)
@@ -104,7 +109,7 @@ class Reader:
         whole = data[: data.rfind(b"\n") + 1]
         if unfinished or (not whole and len(data) == MOST_READ_BYTES):
             whole = data
-        self._offsets[file.path] = offset + len(whole)
+        self._offsets[place] = offset + len(whole)
         return text_lines(whole)
 
     def _show(self, parts: Iterable[Part], count: int | None) -> None:
@@ -152,7 +157,7 @@ def follow(
             reader.new(unfinished=True)
             reader.say(f"---- attempt {newest} ----")
             folder, quiet_s = folder.seen_at(newest), 0.0
-            reader = Reader(folder.run.logs, reader.selection, reader.say)
+            reader = reader.of_attempt(folder.run.logs)
         sleep(poll_s)
     reader.new(unfinished=True)
 

@@ -42,6 +42,7 @@ class Report:
     state: str
     why: str
     was: str
+    stops_because: str
     mode: str
     job_id: str
     job_state: str
@@ -79,6 +80,7 @@ def report(truth: Truth, *, now: float | None = None, disk_budget_s: float = fig
         state=truth.state,
         why=truth.why,
         was=truth.was,
+        stops_because=str((folder.state.get("stop") or {}).get("reason") or ""),
         mode=folder.mode,
         job_id=folder.job_id,
         job_state=job.state if job else "",
@@ -117,7 +119,12 @@ def _waits_for(truth: Truth, now: float) -> str:
 
 def _hosts(truth: Truth) -> tuple[str, ...]:
     """Where the newest attempt runs or ran, as far as its records tell."""
-    found = [str(truth.folder.state.get("host") or ""), *(one.host for one in figures.instances(truth))]
+    steps = (truth.folder.state.get("steps") or {}).values()
+    found = [
+        str(truth.folder.state.get("host") or ""),
+        *(str(host) for step in steps for host in step.get("hosts") or ()),
+    ]
+    found += [one.host for one in figures.instances(truth)]
     return tuple(dict.fromkeys(host for host in found if host))
 
 
@@ -137,6 +144,10 @@ def _attempts(truth: Truth) -> Iterable[Attempt]:
 
 def _restarts(truth: Truth) -> dict[str, int]:
     """Step -> how often it was started again within the newest attempt."""
+    steps = (truth.folder.state.get("steps") or {}).items()
+    told = {name: int(step["restarts"]) for name, step in steps if step.get("restarts")}
+    if told:
+        return told
     starts: dict[str, int] = {}
     for event in figures.tail_records(truth.run.events_jsonl):
         if event.get("event") == "step" and event.get("state") == "running":
@@ -215,15 +226,18 @@ def headline(said: Report) -> str:
     progress = said.progress
     done = f"step {progress.done}/{progress.total}" if progress.total else ""
     cause = f"{said.cause['step']}: {said.cause['message']}".splitlines()[0] if said.cause.get("message") else ""
-    parts = [done, said.waits_for or cause or said.why]
+    parts = [done, said.waits_for or cause or said.why or ", ".join(said.damage)]
     return f"{from_here(Path(said.root))}: {said.state}{''.join(f', {part}' for part in parts if part)}"
 
 
 def _state(said: Report) -> str:
     code = f" (exit code {said.cause['exit_code']})" if said.state == "failed" and said.cause.get("exit_code") else ""
     was = f" (otherwise: {said.was})" if said.was else ""
+    stopping = (
+        f": {said.stops_because}" if said.stops_because and said.state in ("running", "stopping", "requeued") else ""
+    )
     elapsed = "" if said.elapsed_s is None else f", {duration(said.elapsed_s)} after it was made"
-    return f"{said.state}{code}{was}{elapsed}{f': {said.why}' if said.why else ''}"
+    return f"{said.state}{code}{was}{elapsed}{f': {said.why}' if said.why else stopping}"
 
 
 def _attempt(said: Report) -> str:

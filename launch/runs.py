@@ -108,7 +108,8 @@ class Folder:
     def _before(self) -> Folder | None:
         """The attempt before, for one that has not written anything yet; one that a launcher is about to submit has a job of
         its own to come."""
-        return self.seen_at(self.run.attempt - 1) if self.run.attempt > 0 and not self.start.get("launcher") else None
+        earlier = [attempt for attempt in self.attempts if attempt < self.run.attempt]
+        return self.seen_at(earlier[-1]) if earlier and not self.start.get("launcher") else None
 
     def look_for_damage(self, *, is_whole: bool) -> list[str]:
         """Names of what is missing; `is_whole` when everything must have been written (the launcher is through)."""
@@ -117,7 +118,7 @@ class Folder:
         for name in FOLDERS:
             if not (self.root / name).is_dir():
                 self._note(f"{name}/ (missing)")
-        for attempt in range(self.run.attempt + 1):
+        for attempt in self.attempts or [0]:  # not every number: an attempt may end before its supervisor starts
             for name in ("logs", "submitit"):
                 if not (self.root / "attempts" / str(attempt) / name).is_dir():
                     self._note(f"attempts/{attempt}/{name}/ (missing)")

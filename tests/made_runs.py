@@ -62,8 +62,15 @@ def submitted(run: RunDir, mode: str = "slurm", job_id: str = JOB) -> RunDir:
 
 def says(run: RunDir, phase: str, mode: str = "slurm", job_id: str = JOB, **more: Any) -> None:
     """A word of the supervisor; `host` is another one unless told."""
-    record = {"phase": phase, "steps": {}, "cause": None, "heartbeat": 7, "mode": mode, "job_id": job_id}
-    run.write(run.state_json, record | {"host": "node0", "pid": 4711, "time": 0.0} | more)
+    record: dict[str, Any] = {
+        "phase": phase,
+        "steps": {},
+        "cause": None,
+        "heartbeat": 7,
+        "mode": mode,
+        "job_id": job_id,
+    }
+    run.write(run.state_json, {**record, "host": "node0", "pid": 4711, "time": 0.0, **more})
     write_bytes_atomic(run.events_jsonl, b'{"event": "phase", "phase": "starting"}\n')
 
 
@@ -93,6 +100,14 @@ def trained(run: RunDir, steps: int, first: int = 0) -> None:
     run.write(run.weights_version(version) / "manifest.json", {"version": version})
     run.write(run.latest_json, {"version": version, "path": f"weights/v{version:06d}"})
     run.ledger_jsonl(run.attempt).write_text("")
+
+
+def finished(root: Path, steps: int = 10, mode: str = "slurm") -> RunDir:
+    """A run that has trained all its steps and summed up."""
+    run = made(root, "succeeded", mode)
+    trained(run, steps)
+    run.write(run.summary_json, {"steps": steps, "checkpoint": str(run.weights_version(steps)), "phase_s": {}})
+    return run
 
 
 def saved(run: RunDir, step: int, size: int = 64) -> Path:
