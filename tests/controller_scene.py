@@ -10,6 +10,7 @@ from typing import Any
 
 from stages.context import StageContext, open_context
 from stages.controller import stage
+from stages.desired import DesiredState, StepSpec, write_desired
 from stages.rundir import RunDir
 from tests.controller_kit import Request, ScriptedServer, SigningTrainer, make_run, serving, training
 
@@ -42,6 +43,18 @@ class Scene:
         """Without those of the evaluation, whose prompts start with 00."""
         requests = [request for server in self.servers for request in server.requests]
         return [request for request in requests if not request.prompts[0].startswith("00")]
+
+
+def next_attempt(played: Scene, start: int) -> Scene:
+    """What a supervisor does for the next attempt: fence the old one, new servers, a trainer that starts from step `start`."""
+    played.run.start_attempt(played.run.attempt + 1)
+    run = RunDir.open(played.run.root, writer="launcher")
+    write_desired(run, DesiredState("run", (StepSpec("controller", "controller", 0, 0, 1, 1, 1, 1, 0),)))
+    servers = [ScriptedServer(server.name, run, policy=server.policy) for server in played.servers]
+    before = played.trainer
+    writer = RunDir(run.root, run.run_id, run.attempt, "trainer")
+    trainer = SigningTrainer(writer, before.total_steps, before.sync_interval, servers, start=start)
+    return Scene(run, servers, trainer)
 
 
 def scene(tmp_path: Path, instances: int = 1, **options: Any) -> Scene:

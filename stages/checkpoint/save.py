@@ -49,8 +49,8 @@ def save(
         entries = agree(ranks, lambda: job.write(folder, total_bytes), TRAVELS, _failed)
         files = {rank_file(rank): entry for rank, entry in enumerate(entries)}
         manifest = CheckpointManifest(step, step, layout, model, files, time.monotonic() - started_s, step_s)
-        agree(ranks, lambda: job.commit(manifest), TRAVELS, _failed)
-    return Checkpoint(step, run.checkpoint(step), manifest, run.attempt)
+        committed = agree(ranks, lambda: job.commit(manifest), TRAVELS, _failed)[0]  # rank 0's, whose clock counts
+    return Checkpoint(step, run.checkpoint(step), committed, run.attempt)
 
 
 def _failed(described: str) -> SaveError:
@@ -95,10 +95,11 @@ class _Saving:
         with _space_checked(folder, wanted):
             return write_tensors(folder / rank_file(self.ranks.rank), self.tensors)
 
-    def commit(self, manifest: CheckpointManifest) -> None:
+    def commit(self, manifest: CheckpointManifest) -> CheckpointManifest:
         if self.publication is not None:
             with _space_checked(self.run.checkpoints, manifest.total_bytes):
                 self.publication.commit(manifest.to_record())
+        return manifest
 
 
 def _available_bytes(folder: Path) -> int:

@@ -44,7 +44,13 @@ class Span:
 
 
 def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list[Span]]:
-    """The head of the file that holds `tensors` (8 bytes of length, little endian, then JSON), and where each one lies."""
+    """The head of the file that holds `tensors` (8 bytes of length, little endian, then JSON), and where each one lies.
+
+    Raises ValueError for a number format that is not in NAMES.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            raise ValueError(f"tensor {name} has dtype {tensor.dtype}; a checkpoint holds {', '.join(NAMES.values())}")
     ordered = sorted(tensors.items(), key=lambda item: (_ORDER[item[1].dtype], item[0]))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -33,7 +33,7 @@ class History:
             self.left_behind += record["step"] in self.steps
             self.steps[record["step"]] = record
         elif event == "resumed":
-            beyond = [step for step in self.steps if step >= record["step"]]
+            beyond = [step for step in self.steps if step >= record["from_step"]]
             self.left_behind += len(beyond)
             for step in beyond:
                 del self.steps[step]

@@ -51,7 +51,7 @@ def find_position(run: RunDir, first_version: int) -> Position:
     files = run.ledger_files()
     state = read_ledgers(run)
     is_same_attempt = bool(files) and state.attempt == run.attempt
-    step = max(first_version, state.trained_steps) if is_same_attempt else first_version
+    step = max(first_version, state.trained_steps, _published(run)) if is_same_attempt else first_version
     if step > len(state.batches):
         raise LedgerError(
             f"the trainer goes on from step {step}, but {run.ledger} knows of {len(state.batches)} batches: a file is missing"
@@ -89,6 +89,12 @@ def _recorded(run: RunDir, state: LedgerState, step: int) -> dict[int, BatchMani
             break
         manifests[number] = manifest
     return manifests
+
+
+def _published(run: RunDir) -> int:
+    """The newest version of this attempt. Batches below it may have been collected while no controller ran."""
+    latest = run.read(run.latest_json)
+    return 0 if latest is None else int(latest["version"])
 
 
 def _newest_served(run: RunDir, first_version: int) -> int:

@@ -93,7 +93,7 @@ async def _run(context: StageContext, bounds: Bounds, progress: Progress, positi
 
 def _tell_where(context: StageContext, position: Position, metrics: MetricsFile, history: History) -> None:
     """In metrics.jsonl lines of steps from here on are void: those steps are trained again, or were never trained for good."""
-    record = {"event": "resumed", "attempt": context.run.attempt, "step": position.trained_steps}
+    record = {"event": "resumed", "attempt": context.run.attempt, "from_step": position.trained_steps}
     metrics.write(record)
     history.add(record)
     state = position.ledger.state

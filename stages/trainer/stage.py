@@ -78,7 +78,8 @@ def set_threads(context: StageContext) -> None:
 class Trainer:
     """All ranks run this in step; rank 0 alone talks to the instances and writes records.
 
-    `step` counts the optimizer steps behind the present weights, so it is also their version.
+    `step` counts the optimizer steps behind the present weights, so it is also their version; `published` is the newest
+    version that has been published.
     """
 
     context: StageContext
@@ -86,6 +87,7 @@ class Trainer:
     grid: RankGrid
     checkpoints: Checkpoints
     step: int = 0
+    published: int = 0
     last_probe: Probe | None = None
     told_of_blindness: bool = False
 
@@ -143,7 +145,9 @@ class Trainer:
             raise
         self._write_receipt(step, batch, result, seconds)
         if self.grid.is_first:
-            collect(self.context, batches_before=self.checkpoints.first_needed_batch(self.step))
+            # A controller that is started again goes on from the published version: it looks for the batches behind it.
+            before = min(self.published, self.checkpoints.first_needed_batch(self.step))
+            collect(self.context, batches_before=before)
 
     def update(self, batch: Batch, step: int, seconds: dict[str, float]) -> UpdateResult:
         """Proximal log-probs when recompute_logprobs says so, then the GRPO update."""
@@ -200,6 +204,7 @@ class Trainer:
         """Publish the present weights as `version`; rank 0 waits until every instance has proved them."""
         with self._timed("publish_weights", seconds, version=version):
             manifest = self._publish(version)
+            self.published = version
             if self.grid.is_first:
                 if version:
                     self.context.recorder.flow_end("step", version - 1)
@@ -224,14 +229,12 @@ class Trainer:
             ranks=TrainerRanks(self.grid),
         )
 
-    def _wait_acks(self, manifest: Manifest, publish_s: float) -> bool:
-        """False when this rank, the first, was asked to stop meanwhile: the others must hear of it before it leaves."""
+    def _wait_acks(self, manifest: Manifest, publish_s: float) -> None:
+        """When this rank, the first, is asked to stop meanwhile, the others must hear of it before it leaves."""
         instances = [placement.name for placement in self.context.plan.rollout.instances]
-        try:
-            SYNCS[self.context.config.rollout_weight_sync_mode](self.context, manifest, instances, publish_s)
-        except StoppedError:
-            return False
-        return True
+        sync = SYNCS[self.context.config.rollout_weight_sync_mode]
+        with suppress(StoppedError, StopRequestedError):
+            sync(self.context, manifest, instances, publish_s, self._check_wishes)
 
     def _say_when_the_proof_is_blind(self, manifest: Manifest) -> None:
         """Once: when a version is so close to the one before that the proof of load cannot tell them apart."""
