@@ -105,7 +105,6 @@ def test_what_only_nodes_can_tell_was_measured(healthy: Diagnosis) -> None:
         "heterogeneous jobs": "ok",
         "a job": "ok",
         "nodes that answered": "ok",
-        "the same code": "ok",
         "import of launch and stages": "ok",
         "Python and pickling as here": "ok",
         "packages that a run needs": "ok",
@@ -120,6 +119,7 @@ def test_what_only_nodes_can_tell_was_measured(healthy: Diagnosis) -> None:
         "clocks of the nodes": "ok",
     }
     assert {name: healthy.status(name) for name in wanted} == wanted
+    assert healthy.status("the same code") in ("ok", "not tried"), "not tried where somebody edits it right now"
 
 
 def test_what_is_fake_or_was_left_out_is_said(healthy: Diagnosis) -> None:
