@@ -96,7 +96,10 @@ def settings(evidence: Evidence, config: LibraConfig) -> dict[str, tuple[Any, st
     asking = evidence.asking
     if evidence.job.job_id and asking.flag != asking.configured:
         found["slurm.gpu_flag"] = (asking.flag, f"sbatch refuses {asking.configured}")
-    found |= {name: value for name, value in (*_hardware(evidence), *_rates(evidence), *_threads(evidence))}
+    found |= {
+        name: value
+        for name, value in (*_hardware(evidence, config.slurm.gpu_type), *_rates(evidence), *_threads(evidence))
+    }
     return found
 
 
@@ -110,10 +113,10 @@ def _given(config: LibraConfig) -> dict[str, tuple[Any, str]]:
     }
 
 
-def _hardware(evidence: Evidence) -> Iterator[tuple[str, tuple[Any, str]]]:
+def _hardware(evidence: Evidence, gpu_type: str) -> Iterator[tuple[str, tuple[Any, str]]]:
     nodes = evidence.slurm.nodes if evidence.slurm else ()
     cards = [gpus.usable(facts) for facts in evidence.answers(gpus.KEY).values()]
-    count = min(node.gpus() for node in nodes) if nodes else min(cards, default=0)
+    count = min(node.gpus(gpu_type) for node in nodes) if nodes else min(cards, default=0)
     if count:
         source = "Slurm's count for the smallest node" if nodes else "nvidia-smi"
         yield "hardware.gpus_per_node", (count, source)

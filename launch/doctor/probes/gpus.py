@@ -141,7 +141,7 @@ def _steps(evidence: Evidence) -> list[Finding]:
     asked = evidence.asking.count
     if asked:
         return [_whole_node(evidence, asked), _none(evidence), _side_by_side(evidence)]
-    return [not_tried("GPUs of a step", "Slurm has no GPUs on these nodes", "ask for none"), _side_by_side(evidence)]
+    return [not_tried("GPUs of a step", "no GPUs were asked for", "ask for none"), _side_by_side(evidence)]
 
 
 def _whole_node(evidence: Evidence, asked: int) -> Finding:
