@@ -197,6 +197,18 @@ class RolloutConfig:
     max_retries: int = option(
         3, effect="Failed requests after which a prompt ends the run with an error", minimum=0, unit="requests"
     )
+    max_replacements: int = option(
+        3,
+        effect="Times that each instance is started again after a failure, within an attempt, before the run ends with it",
+        unit="restarts",
+        minimum=0,
+    )
+    min_instances: int = option(
+        0,
+        effect="Least instances with which a run goes on when others cannot be started again; 0 needs all of the plan",
+        unit="instances",
+        minimum=0,
+    )
     heartbeat_interval_s: float = option(1.0, effect="Pause between heartbeats of an instance", unit="s", minimum=0.05)
     heartbeat_timeout_s: float = option(
         60.0, effect="An instance whose heartbeat counter stands still this long counts as dead", unit="s", minimum=1.0

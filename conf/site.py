@@ -76,6 +76,18 @@ class LaunchConfig:
     stop_grace_s: float = option(
         5.0, effect="Time a stage has between TERM and KILL when a run fails", unit="s", minimum=0.1
     )
+    max_restarts: int = option(
+        10,
+        effect="Times that a run is started again by itself (time limit, preemption, lost node) before a person has to",
+        unit="restarts",
+        minimum=0,
+    )
+    max_restarts_without_progress: int = option(
+        1,
+        effect="Such restarts in a row that may pass without a new checkpoint; the next one is not made",
+        unit="restarts",
+        minimum=0,
+    )
     evaluate: bool = option(True, effect="Answer the held-out problems before and after training")
 
 
@@ -122,6 +134,12 @@ class SlurmConfig:
         factory=list, effect="Events that Slurm mails about, once for the whole job", choices=MAIL_TYPES
     )
     time_min: int = option(60, effect="Time limit of the whole job", unit="min", minimum=1)
+    requeue: str = option(
+        "auto",
+        effect="How a run goes on after its time limit, a preemption or a lost node: requeue runs the same job again, chain"
+        " submits another that waits for this one, auto chains where requeueing is refused, never leaves it to launch.resume",
+        choices=("auto", "requeue", "chain", "never"),
+    )
     mem_per_node_bytes: float = option(
         0.0, effect="Memory asked for on each node; 0 asks for all of it", unit="bytes", minimum=0.0
     )

@@ -66,6 +66,8 @@ def _rollout(config: LibraConfig, instance: InstancePlacement) -> StepSpec:
         gpus_per_node=instance.tp,
         # The agent gives its server stop_timeout_s, and then has to end itself.
         grace_s=max(config.launch.stop_grace_s, config.rollout.stop_timeout_s + 2.0),
+        restart="replace" if config.rollout.max_replacements else "fatal",
+        max_restarts=config.rollout.max_replacements,
     )
 
 
@@ -81,4 +83,7 @@ def _controller(config: LibraConfig) -> StepSpec:
         cpus_per_task=controller_cpus(config),
         gpus_per_node=0,
         grace_s=config.launch.stop_grace_s,
+        # What it knew is in the ledger.
+        restart="once",
+        max_restarts=1,
     )

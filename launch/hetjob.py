@@ -72,6 +72,7 @@ class HetJobSpec:
     output: str
     components: tuple[Component, ...]
     no_kill: bool = False
+    requeue: bool = False
     setup: tuple[str, ...] = ()
     leader: tuple[tuple[str, str], ...] = ()
 
@@ -103,6 +104,7 @@ def job_spec(
         output=str(run_dir / "attempts" / str(attempt) / "logs" / "supervisor.log"),
         components=components,
         no_kill=plan.layout == "single",
+        requeue=config.slurm.requeue in ("auto", "requeue"),
         setup=tuple(config.launch.setup),
         leader=_leader(config),
     )
@@ -204,7 +206,7 @@ def render(spec: HetJobSpec, command: str) -> str:
         f"#SBATCH --time={spec.time_min}",
         f"#SBATCH --output={shlex.quote(spec.output)}",
         "#SBATCH --open-mode=append",
-        "#SBATCH --no-requeue",
+        f"#SBATCH --{'requeue' if spec.requeue else 'no-requeue'}",
         f"#SBATCH --signal=B:USR1@{spec.signal_s}",
     ]
     head += [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in spec.leader]

@@ -19,8 +19,9 @@ HEARTBEAT_S = 1.0
 class Journal:
     """Writes state.json at every change, and at least every HEARTBEAT_S with a counter that moves.
 
-    phase: starting, running, stopping, then succeeded or failed, which is the last word. Never raises: steps must still be
-    stopped on a full disk or when a newer attempt has fenced this one out. `trouble` then says what went wrong.
+    phase: starting, running, stopping, then the last word: succeeded, failed, or requeued (the run goes on in another
+    attempt). Never raises: steps must still be stopped on a full disk or when a newer attempt has fenced this one out. `trouble`
+    then says what went wrong.
     """
 
     trouble: OSError | FencedError | None = None
@@ -29,9 +30,10 @@ class Journal:
         self._run = run
         self._clock = clock
         self._about = {"mode": mode, "job_id": job_id, "host": socket.gethostname(), "pid": os.getpid()}
-        self._phase = "starting"
+        self._phase = ""
         self._steps: dict[str, dict[str, Any]] = {}
         self._cause: Cause | None = None
+        self._more: dict[str, Any] = {}
         self._heartbeat = 0
         self._written_s = float("-inf")
         self._events = os.open(run.events_jsonl, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -54,18 +56,27 @@ class Journal:
         print(f"{time.strftime('%H:%M:%S')} {what} {words}", flush=True)
 
     def phase(self, phase: str) -> None:
-        self._phase = phase
-        self.event("phase", phase=phase)
-        self._write()
+        if phase != self._phase:
+            self._phase = phase
+            self.event("phase", phase=phase)
+            self._write()
 
     def step(self, name: str, **fields: Any) -> None:
-        """Merge `fields` into the step's entry: state, pid, exit_code, started, ended."""
+        """Merge `fields` into the step's entry: state, pid, hosts, exit_code, started, ended; restarts and reason of the last.
+
+        state: running, stopping, then stopped, ended or failed; waiting (for its next start), lost (given up).
+        """
         self._steps.setdefault(name, {}).update(fields)
         self.event("step", name=name, **fields)
         self._write()
 
     def forget(self, name: str) -> None:
         self._steps.pop(name, None)
+
+    def note(self, **fields: Any) -> None:
+        """Further facts in state.json: `stop` (why the attempt is being ended), `next` (how the run goes on)."""
+        self._more.update(fields)
+        self._write()
 
     def fatal(self, cause: Cause) -> None:
         """Record the first fatal cause; a later one is an event only."""
@@ -82,7 +93,13 @@ class Journal:
         self._heartbeat += 1
         self._written_s = self._clock()
         cause = asdict(self._cause) if self._cause else None
-        payload = {"phase": self._phase, "steps": self._steps, "cause": cause, "heartbeat": self._heartbeat}
+        payload = {
+            "phase": self._phase,
+            "steps": self._steps,
+            "cause": cause,
+            "heartbeat": self._heartbeat,
+            **self._more,
+        }
         try:
             self._run.write(self._run.state_json, {**payload, **self._about, "time": time.time()})
         except (OSError, FencedError) as error:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from launch import slurm
 from launch.containers import BARE, Surroundings
 from launch.steps import Incarnation, Step, StepRunner, StepStartError, StepStatus, step_command, step_environment
+from stages.desired import StepSpec
 from stages.process import die_with_parent
 
 IMMEDIATE_S = 60
@@ -53,14 +54,7 @@ def srun_command(
 ) -> list[str]:
     """The whole command line of one step. Raises StepStartError when the allocation lacks the step's place."""
     spec = incarnation.spec
-    if spec.component >= len(allocation.hosts):
-        raise StepStartError(f"{spec.name} belongs on component {spec.component}, the job has {len(allocation.hosts)}")
-    hosts = allocation.hosts[spec.component][spec.node : spec.node + spec.nodes]
-    if len(hosts) < spec.nodes:
-        available = len(allocation.hosts[spec.component])
-        raise StepStartError(
-            f"{spec.name} wants nodes {spec.node}..{spec.node + spec.nodes - 1} of component {spec.component}, it has {available}"
-        )
+    hosts = _hosts(spec, allocation)
     return [
         "srun",
         f"--jobid={allocation.job_id}",
@@ -86,9 +80,21 @@ def srun_command(
     ]
 
 
+def _hosts(spec: StepSpec, allocation: Allocation) -> tuple[str, ...]:
+    if spec.component >= len(allocation.hosts):
+        raise StepStartError(f"{spec.name} belongs on component {spec.component}, the job has {len(allocation.hosts)}")
+    hosts = allocation.hosts[spec.component][spec.node : spec.node + spec.nodes]
+    if len(hosts) < spec.nodes:
+        available = len(allocation.hosts[spec.component])
+        raise StepStartError(
+            f"{spec.name} wants nodes {spec.node}..{spec.node + spec.nodes - 1} of component {spec.component}, it has {available}"
+        )
+    return hosts
+
+
 _BAD_TASKS = re.compile(r"^srun: error: [^:]+: tasks? ([\d,\-]+): (.*)$", re.MULTILINE)
 _EXIT_CODE = re.compile(r"exit(?:ed with)? (?:exit )?code (\d+)", re.IGNORECASE)
-_NODE_FAILURE = re.compile(r"^srun: (?:error: )?(.*[Nn]ode failure.*)$", re.MULTILINE)
+_NODE_FAILURE = re.compile(r"^srun: (?:error: )?(.*[Nn]ode failure(?: on (\S+))?.*)$", re.MULTILINE)
 _SIGNALS = {text: number for number in signal.valid_signals() if (text := signal.strsignal(number))}
 
 
@@ -153,7 +159,8 @@ class SrunStep(Step):
             # srun itself failed or was killed, or reports "128 + signal" of a task that it did not name.
             exits[0] = 128 - code if code > 128 else code
         note = lost[1] if lost else _last_error(text)
-        return StepStatus(ended=True, exits=exits or dict.fromkeys(range(self.spec.tasks), 0), note=note)
+        names = tuple(slurm.expand_nodes(lost[2])) if lost and lost[2] else ()
+        return StepStatus(True, exits or dict.fromkeys(range(self.spec.tasks), 0), note, names)
 
 
 def _last_error(text: str) -> str:
@@ -168,6 +175,7 @@ class SrunRunner(StepRunner):
         self._python = python
         self._around = around
         self._allocation = allocation
+        self._lost: set[str] = set()
 
     def start(self, incarnation: Incarnation) -> Step:
         environment = step_environment(incarnation, os.environ)
@@ -218,16 +226,34 @@ class SrunRunner(StepRunner):
 
     def explain(self, step: Step) -> str:
         """The state of the step's component, when Slurm has ended it."""
-        if not self._allocation.is_het:
-            return ""
+        state = self._component(step.spec.component) if self._allocation.is_het else None
+        return state.text if state is not None and state.phase is slurm.JobPhase.FAILED else ""
+
+    def hosts(self, step: Step) -> tuple[str, ...]:
+        return _hosts(step.spec, self._allocation)
+
+    def find_lost(self, step: Step) -> tuple[str, ...]:
+        """A job that survives a node (--no-kill) just has it no more in its list; a hetjob ends with its node."""
+        self._lost.update(step.status().lost_nodes)
+        state = None if self._allocation.is_het else self._component(step.spec.component)
+        if state is not None and state.nodes:
+            self._lost.update(set(self.hosts(step)) - set(slurm.expand_nodes(state.nodes)))
+        return tuple(host for host in self.hosts(step) if host in self._lost)
+
+    def is_place_gone(self, step: Step) -> bool:
+        return bool(self.explain(step)) or bool(self._lost.intersection(self.hosts(step)))
+
+    def usable_nodes(self, component: int) -> dict[int, str]:
+        hosts = self._allocation.hosts[component]
+        return {number: host for number, host in enumerate(hosts) if host not in self._lost}
+
+    def _component(self, offset: int) -> slurm.ComponentState | None:
+        """None when Slurm does not answer."""
         try:
             states = slurm.query(self._allocation.job_id)
         except slurm.SlurmCommandError:
-            return ""
-        mine = [
-            state for state in states if state.offset == step.spec.component and state.phase is slurm.JobPhase.FAILED
-        ]
-        return mine[0].text if mine else ""
+            return None
+        return next((state for state in states if state.offset == offset), None)
 
 
 def _srun(step: Step) -> SrunStep:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths, pickle_load
 from launch.scrub import scrubbed
 from stages.desired import StepSpec
 from stages.files import list_names, make_directory
+from stages.process import INCARNATION_VARIABLE
 from stages.rundir import RunDir
 
 STEP_ID_VARIABLE = "LIBRA_STEP_ID"
@@ -88,12 +90,14 @@ class Incarnation:
 class StepStatus:
     """`exits` maps the rank of each task known to have ended to its exit status (-n: killed by signal n).
 
-    `ended`: nothing of the step runs any more. `note` is what the starter (srun) said about the end.
+    `ended`: nothing of the step runs any more. `note` is what the starter (srun) said about the end, `lost_nodes` are those
+    that it says have failed.
     """
 
     ended: bool
     exits: dict[int, int] = field(default_factory=dict)
     note: str = ""
+    lost_nodes: tuple[str, ...] = ()
 
 
 class Step(ABC):
@@ -142,6 +146,22 @@ class StepRunner(ABC):
         """What the outside says about a step's end, for the message; empty when nothing."""
         return ""
 
+    def hosts(self, step: Step) -> tuple[str, ...]:
+        """Where the step runs, or ran."""
+        return (socket.gethostname(),)
+
+    def find_lost(self, step: Step) -> tuple[str, ...]:
+        """Those of the step's hosts that this job has lost. Asks Slurm, so only after a failure."""
+        return ()
+
+    def is_place_gone(self, step: Step) -> bool:
+        """Has the part of the job ended in which the step ran? Asks Slurm, so only after a failure."""
+        return False
+
+    def usable_nodes(self, component: int) -> dict[int, str]:
+        """Number -> host of the nodes of a component that this job still has."""
+        return {}
+
 
 def step_environment(incarnation: Incarnation, base: Mapping[str, str]) -> dict[str, str]:
     """What every task inherits: no trace of the outer job, and the mark by which leftovers are found."""
@@ -150,6 +170,7 @@ def step_environment(incarnation: Incarnation, base: Mapping[str, str]) -> dict[
     environment.update(
         {
             STEP_ID_VARIABLE: incarnation.step_id,
+            INCARNATION_VARIABLE: str(incarnation.number),
             "PYTHONUNBUFFERED": "1",
             # setproctitle (vLLM uses it) writes over the environment that /proc shows, and with it our mark.
             "SPT_NOENV": "1",

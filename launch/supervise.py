@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,14 +14,21 @@ import submitit
 
 from conf.load import load
 from conf.schema import LibraConfig
+from launch.attempts import begin, history, next_refusal, refusal, restart_count
+from launch.batch_job import BatchJob
+from launch.chain import Chained, chain
 from launch.containers import surroundings
 from launch.errors import RunFailedError
+from launch.exclusions import excluded_nodes
+from launch.fleet import Fleet
 from launch.interruption import Interruption
+from launch.job import Job
 from launch.journal import Journal
 from launch.srun import Allocation, SrunRunner
 from launch.steps import Entry, StepRunner
+from launch.stops import Requeued
 from launch.subprocesses import GpuPool, SubprocessRunner, visible_gpus
-from launch.supervisor import Supervisor
+from launch.supervisor import Limits, Supervisor
 from launch.verdict import Cause
 from stages.desired import read_desired
 from stages.entry import run_stage
@@ -29,10 +37,11 @@ from stages.rollout.node_folder import remove_node_folder
 from stages.rundir import RunDir
 
 
-def supervise(run_dir: str, attempt: int, entry: Entry = run_stage) -> dict[str, Any]:
-    """Run the attempt to its end. Raises RunFailedError after a failure; the process then exits with the stage's own code.
+def supervise(run_dir: str, attempt: int, entry: Entry = run_stage, reason: str = "first") -> dict[str, Any]:
+    """Run one attempt to its end. Raises RunFailedError after a failure; the process then exits with the stage's own code.
 
-    By then state.json has the cause and no step runs. `entry` is the stage callable, replaced in tests only.
+    By then state.json has the cause and no step runs. `attempt` is the one that the job was submitted for, for `reason`;
+    when Slurm runs the job again, each run is one attempt further. `entry` is the stage callable, replaced in tests only.
     """
     os.umask(PRIVATE_UMASK)
     place = submitit.JobEnvironment()
@@ -41,29 +50,74 @@ def supervise(run_dir: str, attempt: int, entry: Entry = run_stage) -> dict[str,
     if place.cluster == "local":
         # TERM, not KILL: the launcher's death is recorded and the steps are stopped in order.
         die_with_parent(int(place.job_id), signal.SIGTERM)
-    run = RunDir.open(Path(run_dir), writer="supervisor", attempt=attempt)
-    config = load(run.config_yaml)
+    base = RunDir.open(Path(run_dir), writer="supervisor", attempt=attempt)
+    config = load(base.config_yaml)
+    restarts = restart_count(os.environ) if place.cluster == "slurm" else 0
+    run = begin(base, config, mode=place.cluster, job_id=place.job_id, restarts=restarts, reason=reason)
     journal = Journal(run, place.cluster, place.job_id)
     try:
-        cause = Supervisor(
-            run,
-            make_runner(config, place.cluster),
-            journal,
-            interruption,
-            job_id=place.job_id,
-            entry=entry,
-            timeout_min=config.slurm.time_min,
-            failure_grace_s=config.launch.stop_grace_s,
-        ).run()
+        job = make_job(run, config, place, restarts, entry)
+        ending = _too_often(run, config, journal) or _supervised(run, config, place, journal, interruption, job, entry)
     finally:
         remove_node_folder(run.run_id)
         journal.close()
         signal.alarm(0)
-    if cause is not None:
+    if isinstance(ending, Requeued):
+        return {"outcome": "requeued", **asdict(ending)}
+    if ending is not None:
         sys.excepthook = exit_with_own_code
-        raise RunFailedError(describe(cause), cause.exit_code)
+        raise RunFailedError(describe(ending), ending.exit_code)
     desired = read_desired(run)
     return {"outcome": "success", "reason": desired.reason if desired else ""}
+
+
+def _supervised(
+    run: RunDir,
+    config: LibraConfig,
+    place: submitit.JobEnvironment,
+    journal: Journal,
+    interruption: Interruption,
+    job: Job,
+    entry: Entry,
+) -> Cause | Requeued | None:
+    fleet = Fleet(
+        run,
+        make_runner(config, place.cluster),
+        journal,
+        job_id=place.job_id,
+        entry=entry,
+        timeout_min=config.slurm.time_min,
+    )
+    limits = Limits(
+        failure_grace_s=config.launch.stop_grace_s,
+        min_instances=config.rollout.min_instances,
+        heartbeat_timeout_s=config.rollout.heartbeat_timeout_s,
+    )
+    return Supervisor(run, fleet, journal, interruption, job, limits, refusal=lambda: next_refusal(run, config)).run()
+
+
+def _too_often(run: RunDir, config: LibraConfig, journal: Journal) -> Cause | None:
+    """Slurm starts a job again as often as its nodes fail; that must have an end where nothing comes of it."""
+    why = refusal(history(run), config.launch.max_restarts, config.launch.max_restarts_without_progress)
+    if not why:
+        return None
+    cause = Cause("supervisor", "restarts", why)
+    journal.fatal(cause)
+    journal.phase("failed")
+    return cause
+
+
+def make_job(run: RunDir, config: LibraConfig, place: submitit.JobEnvironment, restarts: int, entry: Entry) -> Job:
+    if place.cluster != "slurm":
+        return Job(place.job_id)
+
+    def excluded() -> list[str]:
+        return sorted(excluded_nodes(run))
+
+    def chained() -> Chained:
+        return chain(run, config, place.job_id, supervise, entry, excluded())
+
+    return BatchJob(run, place.job_id, restarts, config.slurm.requeue, chained, excluded)
 
 
 def make_runner(config: LibraConfig, cluster: str) -> StepRunner:

@@ -1,4 +1,4 @@
-"""The driver of a run: makes the running steps equal to the desired state, until the run is over or something fails.
+"""The driver of a run: makes the running steps equal to the desired state, until the attempt is over.
 
 It starts every step from the main thread, because a step dies (PDEATHSIG) with the thread that started it.
 """
@@ -6,97 +6,113 @@ It starts every step from the main thread, because a step dies (PDEATHSIG) with 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 
+from launch.cancel_request import read_cancel_request
+from launch.fleet import Fleet
+from launch.heartbeats import Silence
 from launch.interruption import Interruption
+from launch.job import Job, RestartRefusedError
 from launch.journal import Journal
-from launch.steps import Entry, Incarnation, Step, StepRunner, StepStartError, StepStatus
-from launch.sweep import Leftover, sweep
-from launch.tracking import Tracked, first_failure, unfinished
-from launch.verdict import Cause, Success, judge
-from stages.desired import DesiredState, StepSpec, read_desired
+from launch.measured import CheckpointTimes
+from launch.replacing import Restarts
+from launch.steps import StepStartError
+from launch.stops import Requeued, Stop, grace_s, lead_s
+from launch.tracking import Tracked, failures, unfinished
+from launch.verdict import Cause
+from stages.desired import DesiredState, read_desired
 from stages.files import wait_for
 from stages.rundir import RunDir
+from stages.stopping import StopRequest, write_stop_request
 
 TICK_S = 0.2
-STOPPING_TICK_S = 0.05
 DESIRED_WAIT_S = 60.0
 FINISH_WAIT_S = 60.0
 """Time that trainer and controller have to end by themselves once the run was declared a success."""
-KILL_AGAIN_S = 2.0
-GIVE_UP_S = 10.0
-"""After the grace: a process that survives KILL this long hangs in the kernel, and the job ends without it."""
+LOOK_S = 1.0
+"""Pause between looks for a request of people's, and at the time that is left."""
+ENDING_S = 15.0
+"""Kept of the allocation for ending the steps and asking for the next attempt, once the checkpoint is there."""
 
-Judge = Callable[[Step, StepStatus, float, float], Success | Cause | None]
+
+@dataclass(frozen=True)
+class Limits:
+    """What the configuration says about ends. `min_instances` is 0 when every instance of the plan is needed."""
+
+    failure_grace_s: float = 5.0
+    min_instances: int = 0
+    heartbeat_timeout_s: float = 60.0
 
 
 class Supervisor:
-    """One attempt of one run. Effects go through `runner`, `journal` and `sweep`; time through `clock` and `pause`."""
+    """One attempt of one run. Effects go through `fleet`, `journal` and `job`; time through the fleet's clock."""
 
     def __init__(
         self,
         run: RunDir,
-        runner: StepRunner,
+        fleet: Fleet,
         journal: Journal,
         interruption: Interruption,
+        job: Job,
+        limits: Limits,
         *,
-        job_id: str,
-        entry: Entry,
-        timeout_min: int = 60,
-        failure_grace_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], None] = time.sleep,
-        judge: Judge = judge,
-        sweep: Callable[[str], list[Leftover]] = sweep,
+        refusal: Callable[[], str],
     ) -> None:
+        """`refusal` says why the run must not be started again by itself; "" when it may."""
         self._run = run
-        self._runner = runner
+        self._fleet = fleet
         self._journal = journal
         self._interruption = interruption
-        self._job_id = job_id
-        self._entry = entry
-        self._timeout_min = timeout_min
-        self._failure_grace_s = failure_grace_s
-        self._clock = clock
-        self._pause = pause
-        self._judge = judge
-        self._sweep = sweep
-        self._tracked: dict[str, Tracked] = {}
-        self._starts: dict[str, int] = {}
+        self._job = job
+        self._limits = limits
+        self._refusal = refusal
+        self._clock = fleet.clock
+        self._silence = Silence(run, limits.heartbeat_timeout_s, self._clock)
+        self._restarts = Restarts(
+            run,
+            fleet,
+            journal,
+            self._silence,
+            min_instances=limits.min_instances,
+            failure_grace_s=limits.failure_grace_s,
+            clock=self._clock,
+        )
+        self._times = CheckpointTimes(run)
         self._stop_seen_s: float | None = None
-        self._is_ending = False
+        self._next_look_s = -math.inf
 
-    def run(self) -> Cause | None:
-        """Returns None after success, else the first fatal cause; in both cases no step runs any more.
+    def run(self) -> Cause | Requeued | None:
+        """None after success, the first fatal cause after a failure, or how the run goes on; no step runs any more.
 
         A fault of the supervisor itself is raised again once everything is stopped and the cause is written.
         """
         self._journal.phase("starting")
         try:
-            cause = self._drive()
+            verdict = self._drive()
+            if isinstance(verdict, Stop):
+                verdict = self._stop(verdict)
         except BaseException as error:
             self._finish(Cause("supervisor", "error", f"{type(error).__name__}: {error}"))
             raise
-        self._finish(cause)
-        return cause
+        return self._finish(verdict)
 
     # ---- until it is over ---------------------------------------------------------------------------------------
 
-    def _drive(self) -> Cause | None:
+    def _drive(self) -> Cause | Stop | None:
         desired = self._first_desired()
         if isinstance(desired, Cause):
             return desired
         while True:
-            self._observe()
+            self._fleet.observe()
             # Read after looking at the steps: the controller writes it before it ends.
             desired = read_desired(self._run) or desired
-            cause = self._cause(desired)
-            if cause is None and desired.phase == "run":
-                cause = self._reconcile(desired)
-            if cause is not None:
-                return cause
-            if desired.phase == "stop" and not unfinished(self._tracked, desired):
+            verdict = self._order() or self._trouble(desired)
+            if verdict is None and desired.phase == "run":
+                verdict = self._reconcile(desired)
+            if verdict is not None:
+                return verdict
+            if desired.phase == "stop" and not unfinished(self._fleet.tracked, desired):
                 return None
             self._journal.beat()
             self._interruption.wait(TICK_S)
@@ -114,25 +130,70 @@ class Supervisor:
         )
         return found
 
-    def _cause(self, desired: DesiredState) -> Cause | None:
+    def _order(self) -> Cause | Stop | None:
+        """What somebody outside wants: by signal, by request, or the clock."""
         if self._interruption.cause is not None:
-            return self._interruption.cause
+            return self._terminated(self._interruption.cause)
         if self._journal.trouble is not None:
             return Cause("supervisor", "error", f"the state cannot be recorded: {self._journal.trouble}")
-        failure = first_failure(self._tracked.values(), desired, self._clock())
-        if failure is not None:
-            return self._explained(*failure)
+        if self._interruption.warning:
+            return Stop("time_limit", f"the time limit is near ({self._interruption.warning})", exit_code=124)
+        if self._clock() < self._next_look_s:
+            return None
+        self._next_look_s = self._clock() + LOOK_S
+        return self._requested() or self._out_of_time()
+
+    def _terminated(self, cause: Cause) -> Cause | Stop:
+        """A TERM may be Slurm's way of taking the nodes for the moment only."""
+        why = self._job.why_term()
+        if why == "cancelled":
+            return cause
+        words = {
+            "node_failure": "a node of the job failed, and Slurm starts the job again",
+            "requeued": "the job was requeued",
+            "preempted": "the job was preempted",
+        }
+        return Stop(why, words[why], exit_code=cause.exit_code, is_requeued=why != "preempted")
+
+    def _requested(self) -> Cause | Stop | None:
+        request = read_cancel_request(self._run)
+        if request is None:
+            return None
+        if request.checkpoint:
+            return Stop("cancelled", request.reason, again=False, exit_code=143)
+        return Cause("supervisor", "cancelled", request.reason, 143)
+
+    def _out_of_time(self) -> Stop | None:
+        needed_s = lead_s(self._times.latest(), self._job.limit_s)
+        if self._job.time_left_s() >= needed_s or self._job.time_left_s(exactly=True) >= needed_s:
+            return None
+        reason = (
+            f"the time limit is near ({self._job.time_left_s():.0f} s left, a checkpoint may take {needed_s:.0f} s)"
+        )
+        return Stop("time_limit", reason, exit_code=124)
+
+    def _trouble(self, desired: DesiredState) -> Cause | Stop | None:
+        for cause, item in failures(self._fleet.tracked.values(), desired, self._clock()):
+            verdict = self._restarts.respond(item, self._explained(cause, item), desired)
+            if verdict is not None:
+                return verdict
         if desired.phase == "stop" and desired.outcome == "failure":
             return Cause("controller", "requested", desired.reason or "asked for the end of the run")
-        return self._late(desired)
+        return self._late(desired) if desired.phase == "stop" else self._silent(desired)
+
+    def _silent(self, desired: DesiredState) -> Cause | Stop | None:
+        for item, still_s in self._silence.find(self._fleet.tracked.values()):
+            words = f"its heartbeat stood still for {still_s:.0f} s (limit: rollout.heartbeat_timeout_s)"
+            verdict = self._restarts.respond(item, Cause(item.spec.name, "silent", words), desired)
+            if verdict is not None:
+                return verdict
+        return None
 
     def _late(self, desired: DesiredState) -> Cause | None:
         """Trainer or controller that does not end although the run is over."""
-        if desired.phase != "stop":
-            return None
         now_s = self._clock()
         self._stop_seen_s = now_s if self._stop_seen_s is None else self._stop_seen_s
-        running = unfinished(self._tracked, desired)
+        running = unfinished(self._fleet.tracked, desired)
         if not running or now_s - self._stop_seen_s < FINISH_WAIT_S:
             return None
         return Cause(
@@ -142,114 +203,131 @@ class Supervisor:
     def _explained(self, cause: Cause, tracked: Tracked) -> Cause:
         if cause.kind not in ("stopped", "ended"):
             return cause
-        more = self._runner.explain(tracked.step)
-        return Cause(cause.step, cause.kind, f"{cause.message}: {more}" if more else cause.message, cause.exit_code)
+        more = self._fleet.runner.explain(tracked.step)
+        return replace(cause, message=f"{cause.message}: {more}") if more else cause
 
     # ---- desired state -> steps ---------------------------------------------------------------------------------
 
-    def _reconcile(self, desired: DesiredState) -> Cause | None:
+    def _reconcile(self, desired: DesiredState) -> Cause | Stop | None:
         wanted = {spec.name for spec in desired.steps}
-        self._ask([tracked for name, tracked in self._tracked.items() if name not in wanted])
-        self._kill_overdue()
-        for name in [name for name, item in self._tracked.items() if item.asked_s is not None and not item.is_alive]:
-            del self._tracked[name]
-            self._journal.forget(name)
-        missing = [spec for spec in desired.steps if spec.name not in self._tracked]
+        self._fleet.ask([item for name, item in self._fleet.tracked.items() if name not in wanted])
+        self._fleet.kill_overdue()
+        for item in self._fleet.reap():
+            if not self._restarts.reaped(item.spec.name):
+                self._journal.forget(item.spec.name)
+        missing = self._restarts.to_start(desired)
         for spec in missing:
             if self._interruption.cause is not None:
-                return self._interruption.cause
+                return self._terminated(self._interruption.cause)
             try:
-                self._start(spec)
+                self._fleet.start(spec)
             except StepStartError as error:
-                return Cause(spec.name, "start", str(error))
+                verdict = self._restarts.not_started(spec, Cause(spec.name, "start", str(error)), desired)
+                if verdict is not None:
+                    return verdict
+            else:
+                self._restarts.started(spec.name)
         if missing:
             self._journal.phase("running")
         return None
 
-    def _start(self, spec: StepSpec) -> None:
-        """Steps are started one after the other: started together, which step gets which GPUs would be a race."""
-        number = self._starts.get(spec.name, 0)
-        self._starts[spec.name] = number + 1
-        incarnation = Incarnation(spec, self._run, self._job_id, number)
-        incarnation.write_pickle(self._entry, self._timeout_min)
-        step = self._runner.start(incarnation)
-        self._tracked[spec.name] = Tracked(step)
-        self._journal.step(spec.name, state="running", pid=step.pid, started=time.time(), ended=None, exit_code=None)
+    # ---- the end ------------------------------------------------------------------------------------------------
 
-    def _observe(self) -> None:
-        for tracked in self._tracked.values():
-            if tracked.is_open:
-                self._look_at(tracked, self._clock())
-
-    def _look_at(self, tracked: Tracked, now_s: float) -> None:
-        just_ended = False
-        if tracked.is_alive:
-            tracked.status = tracked.step.status()
-            just_ended = tracked.status.ended
-            tracked.ended_s = now_s if just_ended else None
-        waited_s = 0.0 if tracked.ended_s is None else now_s - tracked.ended_s
-        tracked.verdict = self._judge(tracked.step, tracked.status, waited_s, self._runner.result_wait_s)
-        if tracked.verdict is not None and tracked.seen_s is None:
-            tracked.seen_s = now_s
-        if just_ended:
-            self._clean(tracked)
-
-    def _clean(self, tracked: Tracked) -> None:
-        """After a step's end: nothing of it is left on this host, and what it held is free."""
-        if not self._is_ending:
-            self._sweep_leftovers(tracked.step.incarnation.step_id)
-        self._runner.release(tracked.step)
-        code = next((code for code in tracked.status.exits.values() if code != 0), 0)
-        state = "stopped" if tracked.asked_s is not None else "failed" if code else "ended"
-        self._journal.step(tracked.spec.name, state=state, exit_code=code, ended=time.time())
-
-    def _sweep_leftovers(self, prefix: str) -> None:
-        for leftover in self._sweep(prefix):
-            self._journal.event("leftover", pid=leftover.pid, command=leftover.command)
-
-    # ---- stopping -----------------------------------------------------------------------------------------------
-
-    def _ask(self, tracked: list[Tracked], most_grace_s: float = math.inf) -> None:
-        asked = [item for item in tracked if item.is_alive and item.asked_s is None]
-        if asked:
-            self._runner.ask_to_stop([item.step for item in asked])
-        for item in asked:
-            item.asked_s, item.grace_s = self._clock(), min(item.spec.grace_s, most_grace_s)
-            self._journal.step(item.spec.name, state="stopping")
-
-    def _kill_overdue(self) -> None:
-        now_s = self._clock()
-        overdue = [item for item in self._tracked.values() if item.is_overdue(now_s, KILL_AGAIN_S)]
-        if overdue:
-            self._journal.event("kill", steps=[item.spec.name for item in overdue])
-            self._runner.kill([item.step for item in overdue])
-        for item in overdue:
-            if item.killed_s is not None:
-                # A grandchild that left the step still holds its output open, and with it the step.
-                self._sweep_leftovers(item.step.incarnation.step_id)
-            item.killed_s = now_s
-
-    def _finish(self, cause: Cause | None) -> None:
-        """Stop what runs, say how it ended. The cause is on disk before anything is stopped."""
-        if cause is not None:
-            self._journal.fatal(cause)
+    def _stop(self, stop: Stop) -> Cause | Stop | None:
+        """Ask for a checkpoint, and wait until trainer and controller have ended; then the attempt may be ended."""
+        self._journal.note(stop={"kind": stop.kind, "reason": stop.reason})
+        if stop.is_requeued:
+            return stop  # Slurm has sent TERM to every step, and KILL follows soon
+        most_s = min(grace_s(self._times.latest()), self._job.time_left_s(exactly=True) - ENDING_S)
+        self._journal.event("stop", kind=stop.kind, reason=stop.reason, grace_s=round(most_s, 1))
         self._journal.phase("stopping")
-        self._end_steps(math.inf if cause is None else self._failure_grace_s)
-        self._journal.phase("succeeded" if cause is None else "failed")
-
-    def _end_steps(self, most_grace_s: float) -> None:
-        """A step has its own grace after a success; after a failure nobody waits longer than `most_grace_s` for it."""
-        self._is_ending = True
-        self._ask(list(self._tracked.values()), most_grace_s)
-        longest_s = max((item.grace_s for item in self._tracked.values()), default=0.0)
-        give_up_s = self._clock() + longest_s + GIVE_UP_S
-        self._observe()
-        while any(item.is_alive for item in self._tracked.values()) and self._clock() < give_up_s:
-            self._kill_overdue()
+        self._interruption.allow(max(0.0, most_s))
+        write_stop_request(self._run, StopRequest("checkpoint", stop.reason, most_s))
+        end_s = self._clock() + most_s
+        while self._clock() < end_s:
+            self._fleet.observe()
+            desired = read_desired(self._run)
+            if desired is None or not self._working():
+                return self._stopped(stop, desired)
+            verdict = self._hurried() or self._failed_meanwhile(stop, desired)
+            if verdict is not None:
+                return verdict
+            self._fleet.kill_overdue()
             self._journal.beat()
-            self._pause(STOPPING_TICK_S)
-            self._observe()
-        left = [name for name, item in self._tracked.items() if item.is_alive]
-        if left:
-            self._journal.event("abandoned", steps=left)
-        self._sweep_leftovers(f"{self._run.run_id}.{self._run.attempt}.")
+            self._interruption.wait(TICK_S)
+        self._journal.event("no_checkpoint_in_time", waited_s=round(most_s, 1), running=self._working())
+        return stop
+
+    def _working(self) -> list[str]:
+        """Trainer and controller, while they run."""
+        items = self._fleet.tracked.values()
+        return [
+            item.spec.name for item in items if not item.spec.is_service and (item.is_alive or item.verdict is None)
+        ]
+
+    def _stopped(self, stop: Stop, desired: DesiredState | None) -> Cause | Stop | None:
+        """Both have ended. The run may just have come to its own end meanwhile."""
+        if desired is None:
+            return stop
+        is_over = desired.phase == "stop" and desired.outcome == "success"
+        if is_over and not unfinished(self._fleet.tracked, desired):
+            return None
+        return self._failed_meanwhile(stop, desired) or stop
+
+    def _hurried(self) -> Cause | Stop | None:
+        """A second order: now, without a checkpoint."""
+        if self._interruption.cause is not None:
+            return self._terminated(self._interruption.cause)
+        if self._clock() < self._next_look_s:
+            return None
+        self._next_look_s = self._clock() + LOOK_S
+        verdict = self._requested()
+        return verdict if isinstance(verdict, Cause) else None
+
+    def _failed_meanwhile(self, stop: Stop, desired: DesiredState) -> Cause | None:
+        """A trainer that cannot save, say. After the loss of a node everything may fail, and that is known already."""
+        if desired.phase == "stop" and desired.outcome == "failure":
+            return Cause("controller", "requested", desired.reason or "asked for the end of the run")
+        if stop.kind in ("node_failure", "preempted"):
+            return None
+        over = replace(desired, phase="run", outcome=None)
+        for cause, item in failures(self._fleet.tracked.values(), over, self._clock()):
+            if not item.spec.is_service and cause.kind not in ("ended", "stopped"):
+                return cause
+        return None
+
+    def _finish(self, verdict: Cause | Stop | None) -> Cause | Requeued | None:
+        """Stop what runs, say how it ended. A cause is on disk before anything is stopped."""
+        if isinstance(verdict, Cause):
+            self._journal.fatal(verdict)
+        self._journal.phase("stopping")
+        self._fleet.end(math.inf if verdict is None else self._limits.failure_grace_s)
+        ending = self._go_on(verdict) if isinstance(verdict, Stop) else verdict
+        if isinstance(ending, Requeued):
+            self._journal.event("requeued", **asdict(ending))
+            self._journal.note(next=asdict(ending), reason=ending.reason)
+            self._journal.phase("requeued")
+            self._job.hand_over()
+            return ending
+        if ending is not None and ending is not verdict:
+            self._journal.fatal(ending)
+        self._journal.phase("succeeded" if ending is None else "failed")
+        return ending
+
+    def _go_on(self, stop: Stop) -> Requeued | Cause:
+        """After a stop everything is ended; the next attempt is asked for last, from here alone."""
+        if not stop.again:
+            return stop.failed(self._saved())
+        refusal = self._refusal()
+        if refusal:
+            return stop.failed(refusal)
+        if stop.is_requeued:
+            return Requeued("slurm", stop.reason, self._job.job_id)
+        try:
+            return self._job.go_on(stop)
+        except RestartRefusedError as error:
+            return stop.failed(f"{self._saved()}; {error}")
+
+    def _saved(self) -> str:
+        steps = self._run.published_checkpoints()
+        return f"its newest checkpoint is step_{max(steps):06d}" if steps else "there is no checkpoint"

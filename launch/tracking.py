@@ -46,17 +46,14 @@ class Tracked:
         return self.killed_s is None or now_s - self.killed_s >= again_s
 
 
-def first_failure(tracked: Iterable[Tracked], desired: DesiredState, now_s: float) -> tuple[Cause, Tracked] | None:
-    """The failure to report: a killed process before one that failed, then the earliest; each once it has settled."""
+def failures(tracked: Iterable[Tracked], desired: DesiredState, now_s: float) -> list[tuple[Cause, Tracked]]:
+    """All failures that have settled: killed processes before those that failed, then the earliest first."""
     found: list[tuple[bool, float, Cause, Tracked]] = []
     for item in tracked:
         cause = failure_of(item, desired)
         if cause is not None and item.seen_s is not None and now_s - item.seen_s >= SETTLE_S.get(cause.kind, 0.0):
             found.append((cause.kind != "signal", item.seen_s, cause, item))
-    if not found:
-        return None
-    _, _, cause, item = min(found, key=lambda entry: entry[:2])
-    return cause, item
+    return [(cause, item) for _, _, cause, item in sorted(found, key=lambda entry: entry[:2])]
 
 
 def failure_of(tracked: Tracked, desired: DesiredState) -> Cause | None:

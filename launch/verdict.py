@@ -47,6 +47,8 @@ def judge(step: Step, status: StepStatus, waited_s: float, result_wait_s: float)
     result becomes a failure after `result_wait_s`.
     """
     incarnation = step.incarnation
+    if status.lost_nodes:
+        return Cause(incarnation.spec.name, "node", f"its node {', '.join(status.lost_nodes)} failed")
     if any(status.exits.values()):
         return _failed(incarnation, status)
     if not status.ended:

@@ -12,6 +12,10 @@ from stages.rundir import RunDir
 
 PHASES = ("run", "stop")
 OUTCOMES = ("success", "failure")
+RESTARTS = ("fatal", "once", "replace")
+FIRST_BACKOFF_S = 1.0
+LONGEST_BACKOFF_S = 60.0
+"""Pauses before a failed step is started again: doubled each time, between these two."""
 SERVICE_ROLES = frozenset({"rollout"})
 """Roles that run until they are asked to stop; every other role ends by itself when its work is done."""
 
@@ -25,7 +29,8 @@ class StepSpec:
     """One step of the job: `tasks` processes on `nodes` nodes, the first of them node number `node` of `component`.
 
     `gpus_per_node` is 0 for a step without GPUs; `mem_bytes` is per node, 0 shares all memory of the job there.
-    `restart` is "fatal": the step's failure ends the run. `grace_s` is the time between TERM and KILL.
+    `restart` says what the step's failure means: "fatal" ends the run; "once" and "replace" start it anew, at most
+    `max_restarts` times within an attempt, and then end the run. `grace_s` is the time between TERM and KILL.
     """
 
     name: str
@@ -40,6 +45,15 @@ class StepSpec:
     mem_bytes: int = 0
     restart: str = "fatal"
     grace_s: float = 5.0
+    max_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        if self.restart not in RESTARTS:
+            raise DesiredStateError(f"restart of {self.name} is {self.restart!r}, wanted one of {RESTARTS}")
+        if self.max_restarts < 0 or (self.restart == "fatal") is not (self.max_restarts == 0):
+            raise DesiredStateError(
+                f"restart of {self.name} is {self.restart!r} with {self.max_restarts} restarts; fatal has 0, others at least 1"
+            )
 
     @property
     def is_service(self) -> bool:
@@ -90,6 +104,12 @@ def read_desired(run: RunDir) -> DesiredState | None:
 
 def write_desired(run: RunDir, state: DesiredState) -> None:
     run.write(run.desired_json, state.to_dict())
+
+
+def replaceable(run: RunDir) -> frozenset[str]:
+    """Names of the steps that the supervisor of this attempt starts again when they fail; empty when there is none to do so."""
+    state = read_desired(run)
+    return frozenset(step.name for step in state.steps if step.restart == "replace") if state else frozenset()
 
 
 def end_run(run: RunDir, outcome: str, reason: str = "") -> None:

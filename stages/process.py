@@ -13,6 +13,9 @@ from types import FrameType
 _PR_SET_PDEATHSIG = 1
 
 
+INCARNATION_VARIABLE = "LIBRA_INCARNATION"
+
+
 class ParentGoneError(RuntimeError):
     """The parent had already died when the death signal was set."""
 
@@ -30,6 +33,11 @@ def die_with_parent(expected_parent: int | None = None, signum: int = signal.SIG
         raise OSError(error, os.strerror(error))
     if expected_parent is not None and os.getppid() != expected_parent:
         raise ParentGoneError(f"parent {expected_parent} is gone")
+
+
+def incarnation() -> int:
+    """Which start of its step within the attempt this process belongs to: 0 for the first, or when started by hand."""
+    return int(os.environ.get(INCARNATION_VARIABLE, "0"))
 
 
 PRIVATE_UMASK = 0o077

@@ -19,12 +19,17 @@ from typing import Any
 
 import submitit
 
+from stages.checkpoint import newest
+from stages.checkpoint.manifest import CheckpointManifest, FileEntry, Fingerprint, Layout, rank_file
 from stages.desired import end_run
 from stages.files import list_names, write_bytes_atomic
 from stages.process import die_with_parent, install_stop_handlers
 from stages.rundir import RunDir
+from stages.stopping import read_stop_request
 
-GIVE_UP_S = 60.0
+GIVE_UP_S = 180.0
+STEPS_PER_ATTEMPT = 5
+"""What a fake trainer has done when it is asked for a checkpoint."""
 
 
 class FakeStageError(RuntimeError):
@@ -72,6 +77,42 @@ def wait(until: Callable[[], bool], stop: threading.Event) -> bool:
     raise FakeStageError("nobody ended this fake stage")
 
 
+def start_step(run: RunDir) -> int:
+    checkpoint = newest(run)
+    return 0 if checkpoint is None else checkpoint.step
+
+
+def save_checkpoint(run: RunDir, step: int, ranks: int) -> None:
+    """What `stages.checkpoint.newest` takes for a sound checkpoint."""
+    with run.publishing(run.checkpoint(step)) as publication:
+        for rank in range(ranks):
+            (publication.path / rank_file(rank)).write_bytes(b"a checkpoint")
+        files = {rank_file(rank): FileEntry(len(b"a checkpoint"), "0" * 32) for rank in range(ranks)}
+        layout, model = Layout(1, ranks, ranks, "float32"), Fingerprint("a", "b", "c", "d")
+        publication.commit(CheckpointManifest(step, step, layout, model, files, 0.1, 0.2).to_record())
+
+
+def train(told: dict[str, Any], run: RunDir, stop: threading.Event) -> dict[str, Any]:
+    """Go on from the newest checkpoint until RUN/go, or until a checkpoint is asked for; `saves: false` makes none."""
+    step, place = start_step(run), submitit.JobEnvironment()
+    write_bytes_atomic(run.root / "ready" / f"from.{run.attempt}", str(step).encode())
+    asked = threading.Event()
+
+    def is_over() -> bool:
+        if read_stop_request(run) is not None:
+            asked.set()
+        return asked.is_set() or is_told_to_go(run)
+
+    if not wait(is_over, stop):
+        return {"stopped": True}
+    if not asked.is_set():
+        return {"worked": True}
+    step += STEPS_PER_ATTEMPT
+    if told.get("saves", True) and place.global_rank == 0:
+        save_checkpoint(run, step, place.num_tasks)
+    return {"stopped_at": step, "checkpoint": step}
+
+
 def is_told_to_go(run: RunDir) -> bool:
     return "go" in list_names(run.root)
 
@@ -92,9 +133,11 @@ def serve(told: dict[str, Any], run: RunDir, stop: threading.Event) -> dict[str,
 
 
 def control(told: dict[str, Any], run: RunDir, stop: threading.Event) -> dict[str, Any]:
-    """Wait for RUN/go, then end the run."""
-    if not wait(lambda: is_told_to_go(run), stop):
+    """Wait for RUN/go, then end the run; leave when a checkpoint is asked for."""
+    if not wait(lambda: is_told_to_go(run) or read_stop_request(run) is not None, stop):
         return {"stopped": True}
+    if read_stop_request(run) is not None:
+        return {"stopped_at": 0}
     end_run(run, told.get("outcome", "success"), "the fake controller said so")
     return {"worked": True}
 
@@ -122,6 +165,7 @@ def hang(told: dict[str, Any], run: RunDir, stop: threading.Event) -> dict[str, 
 BEHAVIOURS: dict[str, Callable[[dict[str, Any], RunDir, threading.Event], dict[str, Any]]] = {
     "succeed": succeed,
     "work": work,
+    "train": train,
     "serve": serve,
     "control": control,
     "fail": fail,

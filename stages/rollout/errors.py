@@ -38,6 +38,10 @@ class UnprovedWeightsError(RolloutError):
     """The server holds weights that it could not prove; it answers nothing any more."""
 
 
+class ReplacedError(RolloutError):
+    """A later start of the same instance has taken its place."""
+
+
 class GuardOpenError(RolloutError):
     """The server answered a request that carried no token: something stands in front of the guard."""
 

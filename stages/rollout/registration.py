@@ -7,15 +7,17 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from stages.rollout.errors import ReplacedError
 from stages.rundir import FencedError, RunDir
-from stages.weights.instances import InstanceStatus, write_status
+from stages.weights.instances import InstanceStatus, read_status, write_status
 
 
 class Registration:
     """Writes `instances/<name>.json` when something changes and every `interval_s` seconds; every writing is a heartbeat.
 
     A context manager. The heartbeat goes on while the agent waits for its server, and stops when the agent dies. A
-    failure to write is kept and raised by `check`, in the agent's own loop.
+    failure to write is kept and raised by `check`, in the agent's own loop. An agent that has been replaced although it
+    lives (its node was cut off, say) finds the registration of a later incarnation and gives way.
     """
 
     def __init__(self, run: RunDir, status: InstanceStatus, interval_s: float) -> None:
@@ -24,7 +26,7 @@ class Registration:
         self._interval_s = interval_s
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._failure: OSError | FencedError | None = None
+        self._failure: OSError | FencedError | ReplacedError | None = None
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     @property
@@ -32,21 +34,29 @@ class Registration:
         return self._status
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the registration and publish them now. Raises OSError, FencedError."""
+        """Change fields of the registration and publish them now. Raises OSError, FencedError, ReplacedError."""
         with self._lock:
+            self._check_place()
             self._status = replace(self._status, **changes, heartbeat=self._status.heartbeat + 1)
             write_status(self._run, self._status)
 
     def check(self) -> None:
-        """Raises what went wrong in the heartbeat: OSError, or FencedError when a newer attempt of the run exists."""
+        """Raises what went wrong in the heartbeat: OSError, ReplacedError, or FencedError when a newer attempt of the run exists."""
         if self._failure is not None:
             raise self._failure
+
+    def _check_place(self) -> None:
+        found = read_status(self._run, self._status.instance)
+        if found is not None and found.incarnation > self._status.incarnation:
+            raise ReplacedError(
+                f"{self._status.instance} was replaced: start {found.incarnation} of it runs on {found.host}"
+            )
 
     def _beat(self) -> None:
         while not self._ended.wait(self._interval_s):
             try:
                 self.update()
-            except (OSError, FencedError) as failure:
+            except (OSError, FencedError, ReplacedError) as failure:
                 self._failure = failure
                 return
 

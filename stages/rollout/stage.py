@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from planner.plan import InstancePlacement
 from stages.context import StageContext
+from stages.process import incarnation
 from stages.rollout.agent import ServerKeeper, StartPoint, host_name
 from stages.rollout.errors import RolloutOptionError, UnprovedWeightsError
 from stages.rollout.orders import Order
@@ -58,6 +59,7 @@ def _serve(context: StageContext, start: StartPoint, digest_to_prove: str | None
         device=context.config.hardware.device,
         tp=placement.tp,
         leases=() if digest_to_prove is None else (start.version,),
+        incarnation=incarnation(),
     )
     with Registration(context.run, status, context.config.rollout.heartbeat_interval_s) as registration:
         keeper = ServerKeeper(context, placement, registration)

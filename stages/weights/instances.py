@@ -20,7 +20,8 @@ class InstanceStatus:
     """`version` and `manifest_digest` are those proved and served; -1 and "" before the first proof.
 
     `heartbeat` is a counter that the agent raises with every writing. `leases` are all versions whose folder the
-    instance reads or may still read: they are not deleted. A lease is written before the folder is opened.
+    instance reads or may still read: they are not deleted. A lease is written before the folder is opened. `incarnation`
+    counts the starts of the instance within the attempt, from 0.
     """
 
     instance: str
@@ -35,6 +36,7 @@ class InstanceStatus:
     device: str
     tp: int
     leases: tuple[int, ...] = ()
+    incarnation: int = 0
 
     def to_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -55,6 +57,7 @@ class InstanceStatus:
             device=fields.text("device"),
             tp=fields.integer("tp", 1),
             leases=fields.integers("leases"),
+            incarnation=fields.integer("incarnation"),
         )
         fields.finish()
         return status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,8 +13,9 @@ from stages.context import StageContext
 from stages.files import WaitTimeoutError, list_names, make_directory, wait_for
 from stages.rundir import RunDir
 from stages.weights.errors import InstanceSilentError, RecordError, WeightRefreshError
-from stages.weights.instances import HeartbeatWatch, read_statuses
+from stages.weights.instances import read_statuses
 from stages.weights.manifest import Manifest
+from stages.weights.patience import Patience
 from stages.weights.records import PARTS, Loaded, Nack, Prepared, RefreshRequest
 
 Answer = TypeVar("Answer", Prepared, Loaded, Nack)
@@ -46,6 +48,9 @@ def request_refresh(
     Every field of every ACK is checked; ACKs of an older attempt or another run do not count. Writes
     control/refreshed/vN.json at the end. `publish_s` is only reported. `check` is called while waiting, and may raise.
 
+    An instance that the supervisor replaces meanwhile is waited for, and answers as the old one would have; one that it gave
+    up is not (`stages.weights.patience`).
+
     Raises WeightRefreshError naming the instances: one refused, answered wrongly, fell silent (rollout.heartbeat_timeout_s)
     or did not answer in time (weights.refresh_timeout_s, plus what starting a server may take where one has to start).
     """
@@ -54,18 +59,18 @@ def request_refresh(
     make_directory(run.acks(manifest.version))
     started_s = time.monotonic()
     run.write(run.request_json(manifest.version), request.to_record())
-    acks = _Acks(run, config, manifest, request)
-    heartbeats = HeartbeatWatch(run, request.instances, config.rollout.heartbeat_timeout_s)
+    patience = Patience(run, config, request.instances, request.deadline_s)
+    acks = _Acks(run, config, manifest, request, patience)
 
     def look_around() -> None:
         context.check_stop()
         if check is not None:
             check()
-        heartbeats.check()
+        patience.check(acks.missing())
 
     try:
         loaded = wait_for(
-            acks.look, deadline_s=request.deadline_s, awaited="all ACKs", from_whom="the instances", check=look_around
+            acks.look, deadline_s=math.inf, awaited="all ACKs", from_whom="the instances", check=look_around
         )
     except WaitTimeoutError as late:
         raise WeightRefreshError(manifest.version, acks.missing(), acks.lateness(late.waited_s)) from late
@@ -107,6 +112,7 @@ class _Acks:
     config: LibraConfig
     manifest: Manifest
     request: RefreshRequest
+    patience: Patience
     loaded: dict[str, Loaded] = field(default_factory=dict)
     prepared: dict[str, Prepared] = field(default_factory=dict)
 
@@ -123,7 +129,8 @@ class _Acks:
         return None if self.missing() else self.loaded
 
     def missing(self) -> tuple[str, ...]:
-        return tuple(name for name in self.request.instances if name not in self.loaded)
+        awaited = (name for name in self.request.instances if self.patience.is_awaited(name))
+        return tuple(name for name in awaited if name not in self.loaded)
 
     def lateness(self, waited_s: float) -> str:
         states = ", ".join(
@@ -133,8 +140,8 @@ class _Acks:
 
     def _refuse(self, instance: str) -> None:
         nack = self._read(instance, "nack", Nack)
-        if nack is None:
-            return
+        if nack is None or (nack.serving_version < 0 and self.patience.is_replaced_after(instance)):
+            return  # in the second case it ends, and its replacement loads the version from the start
         tensor = f"tensor {nack.tensor}: " if nack.tensor else ""
         reason = f"refused in phase {nack.phase}: {tensor}{nack.error} (it serves version {nack.serving_version})"
         raise WeightRefreshError(self.request.version, (instance,), reason)
@@ -185,4 +192,4 @@ def _result(
 ) -> RefreshResult:
     slowest = max(loaded.values(), key=lambda ack: ack.total_reload_s)
     parts = {name: getattr(slowest, name) for name in ("instance", "host", "total_reload_s", *PARTS)}
-    return RefreshResult(manifest.version, manifest.digest, refresh_s, publish_s, parts, request.instances)
+    return RefreshResult(manifest.version, manifest.digest, refresh_s, publish_s, parts, tuple(sorted(loaded)))

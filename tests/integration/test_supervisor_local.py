@@ -12,59 +12,25 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from launch import submission
+from launch.cancel_request import CancelRequest, write_cancel_request
 from launch.executors import submit
-from launch.submission import LocalSubmission
-from launch.sweep import sweep
 from stages.rollout.node_folder import node_folder
-from stages.rundir import RunDir
 from tests.fake_runs import await_ready, fake_config, fake_plan, fake_run, go, processes_of, state, until
 from tests.fake_stages import entry
-
-TASKS = ["trainer.0", "trainer.1", "controller.0", "rollout_000.0", "rollout_001.0"]
-SERVING = {"trainer": {"do": "serve"}}
-LIMIT_S = 15.0
-"""From a death to the end of everything (issue: 15 s; grace here is 2 s)."""
-
-
-class LocalRun:
-    def __init__(self, root: Path, behaviours: dict[str, dict[str, Any]]) -> None:
-        self.config, self.plan = fake_config(), fake_plan(train_gpus=2)
-        self.run: RunDir = fake_run(root, self.config, self.plan, behaviours)
-        submitted = submit(self.config, self.plan, self.run, entry=entry)
-        assert isinstance(submitted, LocalSubmission)
-        self.submission = submitted
-        self.pids = await_ready(self.run, TASKS)
-
-    def end(self) -> tuple[str, str]:
-        """The run's last word, once no process of it is left."""
-        until(lambda: self.submission.poll()[0] in ("succeeded", "failed"), LIMIT_S, "the end of the run")
-        word = self.submission.poll()
-        until(lambda: not processes_of(self.run), LIMIT_S, "the end of all processes")
-        until(lambda: self.submission.job.exit_status() is not None, LIMIT_S, "the end of submitit's controller")
-        return word
+from tests.local_kit import LIMIT_S, SERVING, TASKS, Start, local_runs
 
 
 @pytest.fixture
-def local(tmp_path: Path) -> Iterator[Any]:
-    made: list[LocalRun] = []
-
-    def start(behaviours: dict[str, dict[str, Any]] | None = None) -> LocalRun:
-        made.append(LocalRun(tmp_path / "run", behaviours or {}))
-        return made[-1]
-
-    yield start
-    for run in made:
-        run.submission.cancel()
-        until(lambda run=run: run.submission.job.exit_status() is not None, 30.0, "the end of a cancelled run")  # type: ignore[misc]
-        sweep(f"{run.run.run_id}.")
+def local(tmp_path: Path) -> Iterator[Start]:
+    with local_runs(tmp_path) as start:
+        yield start
 
 
-def test_a_run_that_goes_well_succeeds_and_leaves_nothing(local: Any) -> None:
+def test_a_run_that_goes_well_succeeds_and_leaves_nothing(local: Start) -> None:
     run = local()
     go(run.run)
 
@@ -79,7 +45,7 @@ def test_a_run_that_goes_well_succeeds_and_leaves_nothing(local: Any) -> None:
     }
 
 
-def test_all_that_a_run_leaves_belongs_to_its_owner_alone(local: Any) -> None:
+def test_all_that_a_run_leaves_belongs_to_its_owner_alone(local: Start) -> None:
     before = os.umask(0)
     try:
         run = local()
@@ -94,24 +60,63 @@ def test_all_that_a_run_leaves_belongs_to_its_owner_alone(local: Any) -> None:
     assert [str(path) for path in left if path.stat().st_mode & 0o077] == []
 
 
-@pytest.mark.parametrize(
-    "victim, said",
-    [
-        ("trainer.1", "trainer: rank 1 killed by SIGKILL"),
-        ("controller.0", "controller: killed by SIGKILL"),
-        ("rollout_001.0", "rollout_001: killed by SIGKILL"),
-    ],
-)
-def test_a_killed_stage_ends_the_run_and_is_named(local: Any, victim: str, said: str) -> None:
+def test_a_killed_trainer_ends_the_run_and_is_named(local: Start) -> None:
     run = local(SERVING)
 
-    os.kill(run.pids[victim], signal.SIGKILL)
+    os.kill(run.pids["trainer.1"], signal.SIGKILL)
 
-    assert run.end() == ("failed", said)
+    assert run.end() == ("failed", "trainer: rank 1 killed by SIGKILL")
     assert run.submission.exit_code == run.submission.job.exit_status() == 137
 
 
-def test_a_killed_supervisor_takes_every_step_along(local: Any) -> None:
+def test_a_killed_instance_is_replaced_and_the_run_succeeds(local: Start) -> None:
+    run = local({"trainer": {"do": "work"}})
+
+    os.kill(run.pids["rollout_001.0"], signal.SIGKILL)
+    run.next_pid("rollout_001.0")
+    go(run.run)
+
+    assert run.end() == ("succeeded", "")
+    (restart,) = run.events("restart")
+    assert (restart["name"], restart["reason"], restart["restarts"]) == ("rollout_001", "killed by SIGKILL", 1)
+    assert (run.run.logs / "rollout_001.1.0.log").exists()
+
+
+def test_an_instance_that_is_killed_too_often_ends_the_run(local: Start) -> None:
+    config = fake_config()
+    config.rollout.max_replacements = 1
+    run = local(SERVING, config)
+
+    os.kill(run.pids["rollout_001.0"], signal.SIGKILL)
+    os.kill(run.next_pid("rollout_001.0"), signal.SIGKILL)
+
+    word, reason = run.end()
+    assert word == "failed"
+    assert reason.startswith("rollout_001: killed by SIGKILL; it had been replaced 1 times")
+    assert run.submission.exit_code == run.submission.job.exit_status() == 137
+
+
+def test_a_killed_controller_is_started_again_once(local: Start) -> None:
+    run = local({"trainer": {"do": "work"}})
+
+    os.kill(run.pids["controller.0"], signal.SIGKILL)
+    run.next_pid("controller.0")
+    go(run.run)
+
+    assert run.end() == ("succeeded", "")
+
+
+def test_a_controller_that_is_killed_twice_ends_the_run(local: Start) -> None:
+    run = local(SERVING)
+
+    os.kill(run.pids["controller.0"], signal.SIGKILL)
+    os.kill(run.next_pid("controller.0"), signal.SIGKILL)
+
+    assert run.end() == ("failed", "controller: killed by SIGKILL; it had been started again once")
+    assert run.submission.exit_code == 137
+
+
+def test_a_killed_supervisor_takes_every_step_along(local: Start) -> None:
     run = local({**SERVING, "rollout_000": {"do": "serve", "ignore_term": True, "grandchild": True}})
 
     os.kill(state(run.run)["pid"], signal.SIGKILL)
@@ -120,8 +125,8 @@ def test_a_killed_supervisor_takes_every_step_along(local: Any) -> None:
     assert run.submission.exit_code == 1
 
 
-@pytest.mark.parametrize("victim", ["rollout_000.0", "supervisor"])
-def test_what_a_killed_instance_left_on_the_node_goes_with_the_run(local: Any, victim: str) -> None:
+@pytest.mark.parametrize("victim", ["trainer.0", "supervisor"])
+def test_what_an_instance_left_on_the_node_goes_with_the_run(local: Start, victim: str) -> None:
     run = local(SERVING)
     left = node_folder(run.run.run_id) / "rollout_000-1234"
     left.mkdir()
@@ -133,7 +138,7 @@ def test_what_a_killed_instance_left_on_the_node_goes_with_the_run(local: Any, v
     assert not left.parent.exists()
 
 
-def test_a_supervisor_that_cannot_record_its_end_says_why_nevertheless(local: Any) -> None:
+def test_a_supervisor_that_cannot_record_its_end_says_why_nevertheless(local: Start) -> None:
     run = local(SERVING)
 
     run.run.start_attempt(1)
@@ -143,7 +148,7 @@ def test_a_supervisor_that_cannot_record_its_end_says_why_nevertheless(local: An
     assert reason.startswith("supervisor: exited 1: the state cannot be recorded: attempt 0 (supervisor) is over")
 
 
-def test_a_supervisor_that_hangs_is_noticed_named_and_ended(local: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_that_hangs_is_noticed_named_and_ended(local: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "HUNG_S", 2.5)
     run = local(SERVING)
     assert run.submission.poll() == ("running", "")
@@ -153,7 +158,7 @@ def test_a_supervisor_that_hangs_is_noticed_named_and_ended(local: Any, monkeypa
     assert run.end() == ("failed", "supervisor: hung: its heartbeat stood still for 2.5 s; it was killed")
 
 
-def test_a_killed_controller_of_submitit_ends_the_run_in_order(local: Any) -> None:
+def test_a_killed_controller_of_submitit_ends_the_run_in_order(local: Start) -> None:
     run = local(SERVING)
 
     os.kill(int(run.submission.job_id), signal.SIGKILL)
@@ -164,7 +169,7 @@ def test_a_killed_controller_of_submitit_ends_the_run_in_order(local: Any) -> No
     )
 
 
-def test_a_stage_that_raises_ends_the_run_with_its_exception_and_log(local: Any) -> None:
+def test_a_stage_that_raises_ends_the_run_with_its_exception_and_log(local: Start) -> None:
     run = local({"trainer": {"do": "fail", "ranks": [0]}})
     go(run.run)
 
@@ -177,26 +182,26 @@ def test_a_stage_that_raises_ends_the_run_with_its_exception_and_log(local: Any)
     assert "the run failed: trainer: rank 0 exited 1" in log
 
 
-def test_the_supervisor_exits_with_the_stages_own_code(local: Any) -> None:
-    run = local({"controller": {"do": "leave", "code": 7}})
+def test_the_supervisor_exits_with_the_stages_own_code(local: Start) -> None:
+    run = local({"trainer": {"do": "leave", "code": 7, "ranks": [0]}})
     go(run.run)
 
-    assert run.end() == ("failed", "controller: exited 7")
+    assert run.end() == ("failed", "trainer: rank 0 exited 7")
     assert run.submission.job.exit_status() == 7
 
 
-def test_stages_that_ignore_term_do_not_hold_the_run_up(local: Any) -> None:
+def test_stages_that_ignore_term_do_not_hold_the_run_up(local: Start) -> None:
     stubborn = {"do": "hang", "ignore_term": True, "grandchild": True}
-    run = local({"trainer": stubborn, "rollout_000": stubborn, "rollout_001": stubborn})
+    run = local({"trainer": {**stubborn, "ranks": [0]}, "rollout_000": stubborn, "rollout_001": stubborn})
     started_s = time.monotonic()
 
-    os.kill(run.pids["controller.0"], signal.SIGKILL)
+    os.kill(run.pids["trainer.1"], signal.SIGKILL)
 
-    assert run.end() == ("failed", "controller: killed by SIGKILL")
+    assert run.end() == ("failed", "trainer: rank 1 killed by SIGKILL")
     assert time.monotonic() - started_s < 10.0
 
 
-def test_cancelling_stops_everything_and_says_so(local: Any) -> None:
+def test_cancelling_stops_everything_and_says_so(local: Start) -> None:
     run = local(SERVING)
 
     run.submission.cancel()
@@ -205,15 +210,27 @@ def test_cancelling_stops_everything_and_says_so(local: Any) -> None:
     assert run.submission.exit_code == 143
 
 
-def test_the_warning_before_the_time_limit_ends_the_run(local: Any) -> None:
-    run = local(SERVING)
+def test_the_warning_before_a_limit_saves_and_ends_the_run_which_a_person_can_resume(local: Start) -> None:
+    run = local({"trainer": {"do": "train"}})
 
     os.kill(state(run.run)["pid"], signal.SIGUSR1)
 
     word, reason = run.end()
     assert word == "failed"
-    assert "raise slurm.time_min" in reason
-    assert state(run.run)["cause"]["kind"] == "time_limit"
+    assert "its newest checkpoint is step_000005" in reason
+    assert "python -m launch.resume" in reason
+    assert (state(run.run)["cause"]["kind"], run.submission.exit_code) == ("time_limit", 124)
+
+
+def test_people_can_ask_for_a_checkpoint_before_the_end(local: Start) -> None:
+    run = local({"trainer": {"do": "train"}})
+
+    write_cancel_request(run.run, CancelRequest(checkpoint=True, by="me@here"))
+
+    word, reason = run.end()
+    assert (word, run.submission.exit_code) == ("failed", 143)
+    assert reason.startswith("supervisor: the run was cancelled by me@here")
+    assert run.run.published_checkpoints() == [5]
 
 
 LAUNCHER = """
