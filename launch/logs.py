@@ -168,14 +168,18 @@ class _End:
     def __init__(self, goes_on: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._goes_on = goes_on
         self._stillness, self._pace = Stillness(clock), Pace(5.0, 60.0, clock=clock)
+        self._is_gone = False
 
     def has_come(self, folder: Folder) -> bool:
         state = folder.record(folder.run.state_json) or {}
         phase = state.get("phase")
         if phase in ENDED or (phase == "requeued" and not self._goes_on):
             return True
-        is_silent = self._stillness.so_far_s(folder.run.attempt, state) > SILENT_S
-        return is_silent and self._pace.due() and not tell_one(folder.root).is_alive
+        if self._stillness.so_far_s(folder.run.attempt, state) <= SILENT_S:
+            self._is_gone = False
+        elif self._pace.due():
+            self._is_gone = not tell_one(folder.root).is_alive
+        return self._is_gone
 
 
 def _changed(path: Path) -> float:

@@ -329,7 +329,7 @@ def test_following_ends_when_the_job_is_gone(
     alive: RunDir, slurm_in_memory: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm_in_memory.jobs[41] = Job("NODE_FAIL")
-    monkeypatch.setattr(logs, "SILENT_S", 0.0)
+    monkeypatch.setattr(logs, "SILENT_S", -1.0)
 
     assert followed(alive, add(alive, "trainer.0.log", "x\n")) == ["trainer.0 | x"]
 
