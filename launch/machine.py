@@ -67,11 +67,30 @@ def model_folder_problems(model_path: Path) -> list[str]:
     return problems
 
 
+MASTER_BYTES, MOMENTS_BYTES = 4, 8
+"""Of the optimizer, for one parameter: the float32 master beside a narrower parameter, and Adam's two moments."""
+BATCH_BYTES_PER_TOKEN = 16
+
+
 def run_bytes(config: LibraConfig, arch: Architecture) -> int:
-    """Disk that a run may hold at once: kept weight versions and one being written, and a few batches."""
+    """Disk that a run may hold at once: weight versions, checkpoints (of each what is kept and one being written), batches."""
     weights = arch.parameters * DTYPE_BYTES[config.weights.dtype] * (config.weights.keep_versions + 2)
-    batch = config.batch_size * config.max_model_len * 16
-    return int(weights + batch * (config.max_head_offpolicyness + 4) + 64e6)
+    batch = config.batch_size * config.max_model_len * BATCH_BYTES_PER_TOKEN
+    # Batches are kept from the oldest checkpoint on, which may have to be gone on from.
+    trained = max(config.weights.keep_batches, num_checkpoints(config) * config.save_interval)
+    batches = batch * (trained + config.max_head_offpolicyness + 4)
+    return int(weights + checkpoint_bytes(config, arch) * num_checkpoints(config) + batches + 64e6)
+
+
+def checkpoint_bytes(config: LibraConfig, arch: Architecture) -> int:
+    """Parameters, masters where they are apart, and moments, each once over all ranks."""
+    width = DTYPE_BYTES[config.train_dtype]
+    return int(arch.parameters * (width + MOMENTS_BYTES + (0 if width == MASTER_BYTES else MASTER_BYTES)))
+
+
+def num_checkpoints(config: LibraConfig) -> int:
+    """The kept ones and one being written; without save_interval the one of a stop beside the one before it."""
+    return config.keep_latest_checkpoints + 1 if config.save_interval else 2
 
 
 def space_problems(config: LibraConfig, arch: Architecture, run_dir: Path) -> list[str]:
@@ -84,5 +103,6 @@ def space_problems(config: LibraConfig, arch: Architecture, run_dir: Path) -> li
         return []
     return [
         f"launch.run_dir={run_dir}: the run wants {wanted / 1e9:.2f} GB there ({config.weights.keep_versions + 2} versions of the"
-        f" weights and batches), available {available / 1e9:.2f} GB; choose another launch.run_dir or lower weights.keep_versions"
+        f" weights, {num_checkpoints(config)} checkpoints, batches), available {available / 1e9:.2f} GB; choose another"
+        " launch.run_dir, or lower weights.keep_versions or keep_latest_checkpoints"
     ]

@@ -11,10 +11,15 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from transformers import LlamaForCausalLM
 
+from conf.schema import LibraConfig
+from launch.machine import checkpoint_bytes
+from planner.architecture import Architecture
 from tests.checkpoint_kit import MODEL, SAVED_AT, Case, add_batches, make_model, make_run
 
 PROJECT = Path(__file__).parents[2]
@@ -69,6 +74,19 @@ def test_loss_gradient_norm_and_learning_rate_go_on_the_same(found: dict[str, An
 
     assert resumed == straight
     assert len({result["learning_rate"] for result in straight}) == len(straight) > 1
+
+
+def test_the_launcher_s_check_of_free_space_knows_the_size(found: dict[str, Any], folder: Path) -> None:
+    case = found["case"]
+    files = (folder / case.name / "checkpoints" / f"step_{SAVED_AT:06d}").glob("rank_*.safetensors")
+    config = LibraConfig(train_dtype=case.dtype)
+    parameters = sum(parameter.numel() for parameter in LlamaForCausalLM.from_pretrained(folder / MODEL).parameters())
+
+    predicted = checkpoint_bytes(config, cast(Architecture, SimpleNamespace(parameters=parameters)))
+
+    # Random states and the heads of the files come on top; of a small model they are a good part.
+    overhead = case.ranks * 20_000
+    assert predicted <= sum(file.stat().st_size for file in files) <= 1.05 * predicted + overhead
 
 
 def test_the_probe_of_the_weights_is_the_same(found: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from stages.rundir import RunDir
 
-COMMANDS = ["trainer", "rollout", "controller", "weights"]
+COMMANDS = ["trainer", "rollout", "controller", "weights", "checkpoint"]
 
 
 @pytest.mark.parametrize("content", ['{"run_id": "x', "[]", '{"schema_version": 99}'], ids=["torn", "list", "layout"])

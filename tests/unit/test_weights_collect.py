@@ -10,7 +10,7 @@ import pytest
 from stages.context import StageContext
 from stages.rundir import FencedError, RunDir
 from stages.weights.apply import write_prepared
-from stages.weights.collect import collect, sweep_leftovers
+from stages.weights.collect import collect, drop_versions, sweep_leftovers
 from tests.weights_kit import Answers, as_writer, make_context, publish_full, register
 
 
@@ -111,6 +111,40 @@ def test_old_trained_batches_go_and_untrained_ones_stay(run: RunDir, context: St
 
     assert collect(context).batches == (0, 2, 3)
     assert sorted(run.published_batches()) == [1, 4, 5, 6, 7]
+
+
+def test_batches_that_a_checkpoint_may_need_stay(run: RunDir, context: StageContext) -> None:
+    context.config.weights.keep_batches = 4
+    for step in range(8):
+        add_batch(run, step, trained=True)
+
+    assert collect(context, batches_before=2).batches == (0, 1)
+    assert collect(context, batches_before=99).batches == (2, 3)
+
+
+def test_versions_beyond_the_step_to_go_on_from_are_dropped_with_their_pointer_and_leases(run: RunDir) -> None:
+    publish_versions(run, 2, 3, 4)
+    register(run, "rollout_000", version=4, leases=(4,))
+    run.start_attempt(1)
+    later = as_writer(RunDir.open(run.root, writer="trainer"), "trainer")
+
+    assert drop_versions(later, newer_than=2) == (3, 4)
+    assert os.listdir(run.weights) == ["v000002"]
+
+
+def test_a_pointer_to_a_version_that_stays_stays(run: RunDir) -> None:
+    publish_versions(run, 2, 3)
+
+    assert drop_versions(run, newer_than=3) == ()
+    assert sorted(os.listdir(run.weights)) == ["LATEST.json", "v000002", "v000003"]
+
+
+def test_only_the_newest_attempt_drops_versions(run: RunDir) -> None:
+    publish_versions(run, 2)
+    run.start_attempt(1)
+
+    with pytest.raises(FencedError):
+        drop_versions(run, newer_than=0)
 
 
 def test_old_requests_and_results_go_and_acks_stay(run: RunDir, context: StageContext) -> None:
