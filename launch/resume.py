@@ -19,6 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+from omegaconf.errors import OmegaConfBaseException
+
 from conf.dump import dump
 from conf.load import load
 from conf.options import walk
@@ -28,6 +31,7 @@ from launch import occupancy, pipeline
 from launch.compose import Composed, draft
 from launch.config_file import sources_in
 from launch.errors import ConfigError, InterruptedRunError, LibraError
+from launch.exclusions import excluded_nodes
 from launch.hetjob import render_job
 from launch.metrics import from_here
 from launch.people import command
@@ -86,10 +90,12 @@ def prepare(root: Path, words: Sequence[str], *, certainly_over: bool = False) -
     check_over(truth, certainly_over)
     run = truth.run
     old = _load(run)
-    composed = settled(words, Tree(str(run.root)), lambda _given, _choices: str(run.root))
+    typed = _typed_names(words, run)
+    is_moved = "launch.run_dir" in typed
+    composed = settled(words, Tree(str(run.root)), lambda given, _: given if is_moved else str(run.root))
     if composed.problems:
         raise ConfigError(composed.problems)
-    config, changed = _changed(old, composed, _typed_names(words, run))
+    config, changed = _changed(old, composed, typed)
     refused = refusals(changed)
     if refused:
         refused.append(
@@ -143,16 +149,18 @@ def find_checkpoint(run: RunDir, config: LibraConfig) -> Checkpoint:
 
 
 def _load(run: RunDir) -> LibraConfig:
+    """The options of the run, wherever it has been moved to."""
     try:
-        return load(run.config_yaml)
-    except (OSError, ValueError) as error:
+        config = load(run.config_yaml)
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ResumeError(f"{run.config_yaml} cannot be read: {error}") from error
+    return replace(config, launch=replace(config.launch, run_dir=str(run.root)))
 
 
 def _typed_names(words: Sequence[str], run: RunDir) -> frozenset[str]:
-    """Options that the command line sets, before the launcher settles what "" or "auto" means."""
-    typed = draft(words, Tree(str(run.root))).sources
-    return frozenset(name for name, source in typed.items() if source == COMMAND_LINE)
+    """Options that the command line sets, before the launcher settles what "" or "auto" means. Raises ConfigError."""
+    typed = draft(words, Tree(str(run.root)))
+    return frozenset(name for name, source in typed.sources.items() if source == COMMAND_LINE)
 
 
 def _changed(old: LibraConfig, composed: Composed, typed: frozenset[str]) -> tuple[LibraConfig, list[Change]]:
@@ -250,7 +258,8 @@ def main(words: Sequence[str] | None = None) -> int:
     print(resumption.text(), flush=True)
     prepared = resumption.prepared
     if prepared.config.launch.dry_run:
-        script = render_job(prepared.config, prepared.plan, resumption.run.root, resumption.attempt)
+        run, exclude = resumption.run, sorted(excluded_nodes(resumption.run))
+        script = render_job(prepared.config, prepared.plan, run.root, resumption.attempt, exclude)
         print(f"{describe(prepared.plan)}\n\n# ---- job.sbatch ----\n{script}")
         return 0
     pipeline.warn(prepared.notes)

@@ -14,7 +14,8 @@ from conf.dump import dump
 from conf.options import walk
 from conf.schema import LibraConfig
 from launch.desired_steps import desired_steps
-from stages.desired import write_desired
+from launch.prepare import Prepared
+from stages.desired import DesiredState, write_desired
 from stages.files import make_directory, write_bytes_atomic
 from stages.rundir import RunDir
 from tests.fake_runs import fake_config, fake_plan
@@ -131,3 +132,8 @@ def take_away(run: RunDir, *names: str) -> None:
     for name in names:
         path = run.root / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def desired_of(prepared: Prepared) -> DesiredState:
+    """What `submit` would write for it."""
+    return desired_steps(prepared.config, prepared.plan)
