@@ -51,6 +51,15 @@ flags
   -i, --info; --cfg hydra    how Hydra composed it; --hydra-help, --version: Hydra itself
   -sc, --shell-completion    install=bash prints the completion for bash: docs/configure.md
 """
+COMMANDS = """\
+once a run is made (docs/runs.md)
+  python -m launch.status RUN | --all     what it is doing, where its time goes, what to do next
+  python -m launch.follow RUN             stay with it; Ctrl-C leaves it running
+  python -m launch.logs RUN [WHO] [-f]    all stages and ranks in one stream
+  python -m launch.cancel RUN [--checkpoint]
+  python -m launch.resume RUN [OPTION=VALUE ...]
+  python -m launch.list                   a table of runs
+"""
 REST = """\
 All {count} options: docs/configuration.md, or launch.explain=OPTION (or a group, such as launch.explain=slurm).
 How to set them: docs/configure.md.
@@ -58,7 +67,7 @@ How to set them: docs/configure.md.
 
 
 def help_text(tree: Tree) -> str:
-    parts = [USAGE, _groups(tree), _most_used(), FLAGS, REST.format(count=len(options()))]
+    parts = [USAGE, COMMANDS, _groups(tree), _most_used(), FLAGS, REST.format(count=len(options()))]
     return "\n".join(parts).rstrip("\n")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from launch.errors import LibraError
 from launch.runs import NotARunError, find_runs
 from launch.truth import readable
+from stages.files import DamagedRecordError
 
 INTERRUPTED = 128 + signal.SIGINT
 BROKEN_PIPE = 128 + signal.SIGPIPE
@@ -35,6 +36,9 @@ def command(main: Callable[[], int]) -> int:
     except LibraError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except DamagedRecordError as error:
+        print(f"{error}; see what else is left with: python -m launch.status RUN", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
