@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from planner.plan import InstancePlacement, Plan, RolloutLayout, TrainLayout
 from stages.batches import Batch, write_batch
 from stages.rundir import RunDir
 
+PROJECT = Path(__file__).parents[1]
 MODEL = "model"
 TOTAL_STEPS, SAVED_AT = 4, 2
 VOCAB = 51  # odd, so that two tensor-parallel ranks need a padded embedding
@@ -32,6 +37,7 @@ class Case:
     dp: int
     dtype: str
     offload: float | None = None
+    device: str = "cpu"
 
     @property
     def ranks(self) -> int:
@@ -50,6 +56,26 @@ class Case:
             "megatron_optimizer_cpu_offload": True,
             "megatron_optimizer_offload_fraction": self.offload,
         }
+
+
+def run_cases(root: Path, cases: list[Case]) -> dict[tuple[Case, int], dict[str, Any]]:
+    """What tests/checkpoint_worker.py found, in a process of its own, for every rank of every case."""
+    make_model(root / MODEL)
+    for case in cases:
+        add_batches(make_run(root, case))
+    (root / "work.json").write_text(json.dumps([asdict(case) for case in cases]))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint_worker", str(root)],
+        cwd=PROJECT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    places = [(case, rank) for case in cases for rank in range(case.ranks)]
+    return {(case, rank): json.loads((root / f"{case.name}.{rank}.json").read_text()) for case, rank in places}
 
 
 def make_model(folder: Path) -> None:
@@ -82,14 +108,14 @@ def make_run(root: Path, case: Case, name: str = "", **options: Any) -> RunDir:
         "max_model_len": 64,
         "algorithm": AlgorithmConfig(lr_schedule="cosine", weight_decay=0.1, clip_grad_norm=0.5),
         "weights": WeightsConfig(dtype="float32", proof_tolerance=1e-3),
-        "hardware": HardwareConfig(device="cpu"),
+        "hardware": HardwareConfig(device=case.device),
         **case.options,
         **options,
     }
     OmegaConf.save(OmegaConf.create(asdict(LibraConfig(**settings))), run.config_yaml)
     train = TrainLayout(case.ranks, 1, case.ranks, case.tp, 1, 1, case.dp, 4)
     rollout = RolloutLayout(1, 1, 1, (InstancePlacement(INSTANCE, 1, 1, 0),))
-    run.write(run.plan_json, Plan("hetjob", "test", "cpu", train, rollout).to_dict())
+    run.write(run.plan_json, Plan("hetjob", "test", case.device, train, rollout).to_dict())
     return run
 
 

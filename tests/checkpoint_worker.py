@@ -1,6 +1,6 @@
 """Trainer ranks that take four steps at once, and two, a checkpoint and two: `python -m tests.checkpoint_worker ROOT`.
 
-ROOT/work.json has the cases; ROOT/NAME is a run directory with its model, options, batches; ROOT/NAME.RANK.json gets what
+ROOT/work.json has the cases, all on one device; ROOT/NAME is a run directory with its model, options, batches; ROOT/NAME.RANK.json gets what
 differed. Ranks are forked after the imports, which take longer than the work.
 """
 
@@ -32,8 +32,11 @@ from tests.fake_gpu import FakeGpu, install_streams
 
 def main(root: Path) -> int:
     cases = [Case(**case) for case in json.loads((root / "work.json").read_text())]
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=run_rank, args=(root, cases, rank)) for rank in range(2)]
+    on_cpu = all(case.device == "cpu" for case in cases)
+    # Forking spares the imports, but not where a parent may have touched CUDA.
+    context: Any = multiprocessing.get_context("fork" if on_cpu else "spawn")
+    ranks = max(case.ranks for case in cases)
+    processes = [context.Process(target=run_rank, args=(root, cases, rank)) for rank in range(ranks)]
     for process in processes:
         process.start()
     while any(process.is_alive() for process in processes):
@@ -46,14 +49,16 @@ def main(root: Path) -> int:
 
 def run_rank(root: Path, cases: list[Case], rank: int) -> None:
     torch.set_num_threads(1)
-    install_streams()
     for case in cases:
+        pretended = case.offload is not None and case.device == "cpu"
+        if pretended:
+            install_streams()
         if rank < case.ranks:
             place: dict[str, Any] = {"rank": rank, "world_size": case.ranks, "local_rank": rank}
             with (
                 open_context("trainer", root / case.name, name="trainer", **place) as context,
                 connected(context, tp=case.tp) as grid,
-                nullcontext() if case.offload is None else FakeGpu(),
+                FakeGpu() if pretended else nullcontext(),
             ):
                 found = compare(root / MODEL, context, grid)
             (root / f"{case.name}.{rank}.json").write_text(json.dumps(found))
@@ -68,7 +73,7 @@ def compare(model: Path, context: StageContext, grid: RankGrid) -> dict[str, Any
         step(first, context, number)
     seed_all(7)
     Checkpoints(context, first, grid).save(SAVED_AT)
-    drawn = draws()
+    drawn = draws(grid.device)
 
     resumed = Policy.load(model, context.config, grid, read_weights=False)
     with torch.no_grad():
@@ -76,11 +81,13 @@ def compare(model: Path, context: StageContext, grid: RankGrid) -> dict[str, Any
             parameter.fill_(torch.nan)  # whatever is not restored shows
     seed_all(8)
     resumed_at = Checkpoints(context, resumed, grid).resume(steps_to_try(context.run, TrainerRanks(grid)))
-    redrawn = draws()
+    redrawn = draws(grid.device)
+    restored = differences(everything(first), everything(resumed))
     again = [step(resumed, context, number) for number in range(resumed_at, TOTAL_STEPS)]
     return {
         "resumed_at": resumed_at,
         "draws": [drawn, redrawn],
+        "restored": restored,
         "probes": [list(probe(policy).logprobs) for policy in (straight, resumed)],
         "results": [[vars(result) for result in taken] for taken in (results[SAVED_AT:], again)],
         "differences": differences(everything(straight), everything(resumed)),
@@ -117,9 +124,9 @@ def seed_all(seed: int) -> None:
     np.random.standard_normal(3)
 
 
-def draws() -> list[float]:
+def draws(device: torch.device) -> list[float]:
     numbers = [random.random(), random.gauss(0.0, 1.0), float(np.random.standard_normal()), float(np.random.random())]
-    return [*numbers, float(torch.rand(()))]
+    return [*numbers, float(torch.rand(())), float(torch.rand((), device=device))]
 
 
 if __name__ == "__main__":

@@ -5,11 +5,6 @@ The GPU of the offloaded cases is pretended (tests/fake_gpu.py); megatron-core's
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,9 +15,8 @@ from transformers import LlamaForCausalLM
 from conf.schema import LibraConfig
 from launch.machine import checkpoint_bytes
 from planner.architecture import Architecture
-from tests.checkpoint_kit import MODEL, SAVED_AT, Case, add_batches, make_model, make_run
+from tests.checkpoint_kit import MODEL, SAVED_AT, Case, run_cases
 
-PROJECT = Path(__file__).parents[2]
 DTYPES = ("float32", "bfloat16")
 CASES = [Case(tp, dp, dtype) for tp, dp in ((1, 1), (1, 2), (2, 1)) for dtype in DTYPES]
 CASES += [Case(1, 2, dtype, fraction) for dtype in DTYPES for fraction in (0.5, 1.0)]
@@ -31,34 +25,22 @@ RANKS = [(case, rank) for case in CASES for rank in range(case.ranks)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("exact")
-    make_model(root / MODEL)
-    for case in CASES:
-        add_batches(make_run(root, case))
-    (root / "work.json").write_text(json.dumps([asdict(case) for case in CASES]))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint_worker", str(root)],
-        cwd=PROJECT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return root
+    return tmp_path_factory.mktemp("exact")
+
+
+@pytest.fixture(scope="module")
+def all_found(folder: Path) -> dict[tuple[Case, int], dict[str, Any]]:
+    return run_cases(folder, CASES)
 
 
 @pytest.fixture(params=RANKS, ids=lambda place: f"{place[0].name}_rank{place[1]}")
-def found(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
-    case, rank = request.param
-    result: dict[str, Any] = json.loads((folder / f"{case.name}.{rank}.json").read_text())
-    result["case"] = case
-    return result
+def found(request: pytest.FixtureRequest, all_found: dict[tuple[Case, int], dict[str, Any]]) -> dict[str, Any]:
+    return {**all_found[request.param], "case": request.param[0]}
 
 
 def test_weights_masters_and_moments_are_the_same_bit_for_bit(found: dict[str, Any]) -> None:
     assert found["resumed_at"] == SAVED_AT
+    assert found["restored"] == []
     assert found["differences"] == []
 
 
