@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from conf.schema import LibraConfig
 from stages.batches import Batch, read_batch
 from stages.context import open_context
 from stages.trainer.hf_weights import export_shards
-from stages.trainer.parallel import RankGrid, TrainerRanks, connected
+from stages.trainer.parallel import RankGrid, connected
 from stages.trainer.policy import Policy
 from tests.fake_gpu import FakeGpu, install_streams
 
@@ -108,7 +109,9 @@ def whole_weights(policy: Policy) -> dict[str, torch.Tensor]:
     """HF tensors put together from the ranks' shares."""
     shards = export_shards(policy.trainable.module, policy.architecture, policy.grid)
     mine = [(part.name, part.tensor.float().cpu().clone()) for part in shards]
-    return dict(chain.from_iterable(TrainerRanks(policy.grid).gather_objects(mine)))
+    gathered: list[Any] = [None] * policy.grid.world_size
+    dist.all_gather_object(gathered, mine, group=policy.grid.bytes_group)
+    return dict(chain.from_iterable(gathered))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What can go wrong with checkpoints, one type per failure.
 
-Every error keeps its constructor's arguments as `args`, so that it can be pickled and raised on every trainer rank.
+Every error keeps its constructor's arguments as `args` (numbers, texts, tuples of them): with these it is made again on every
+trainer rank.
 """
 
 from __future__ import annotations

@@ -13,14 +13,13 @@ from stages.checkpoint.fingerprint import check_fits
 from stages.checkpoint.manifest import Fingerprint, Layout
 from stages.checkpoint.tensors import read_tensors
 from stages.rundir import RunDir
-from stages.weights.ranks import RankGroup, agree
+from stages.weights.ranks import RankGroup, agree, first_rank_says
 
 
 def steps_to_try(run: RunDir, ranks: RankGroup) -> tuple[int, ...]:
     """Steps of all checkpoints, newest first, as rank 0 sees them: ranks that looked themselves could differ."""
     seen = tuple(sorted(run.published_checkpoints(), reverse=True)) if ranks.rank == 0 else ()
-    agreed: tuple[int, ...] = ranks.gather_objects(seen)[0]
-    return agreed
+    return first_rank_says(ranks, seen, tuple[int, ...])
 
 
 def load_newest(
@@ -41,7 +40,8 @@ def load_newest(
     """
     for step in steps:
         try:
-            return agree(ranks, partial(_load, run, step, into, layout, model, ranks), TRAVELS, _failed)[0]
+            agree(ranks, partial(_load, run, step, into, layout, model, ranks), None, TRAVELS, _failed)
+            return read(run, step)
         except DamagedCheckpointError as damage:
             tell(f"warning: {damage}; trying an older one")
     raise NoSoundCheckpointError(str(run.checkpoints), tuple(steps))
@@ -49,12 +49,11 @@ def load_newest(
 
 def _load(
     run: RunDir, step: int, into: Mapping[str, torch.Tensor], layout: Layout, model: Fingerprint, ranks: RankGroup
-) -> Checkpoint:
+) -> None:
     checkpoint = read(run, step)
     check_fits(checkpoint, layout, model)
     path = checkpoint.rank_path(ranks.rank)
     read_tensors(path, checkpoint.manifest.files[path.name], into)
-    return checkpoint
 
 
 def _failed(described: str) -> LoadError:

@@ -43,13 +43,14 @@ def save(
     started_s = time.monotonic()
     with ExitStack() as stack:
         job = _Saving(run, step, tensors, ranks, stack)
-        openings = agree(ranks, job.open, TRAVELS, _failed)
+        openings = agree(ranks, job.open, _Opening, TRAVELS, _failed)
         folder = next(Path(opening.folder) for opening in openings if opening.folder)
         total_bytes = sum(opening.num_bytes for opening in openings)
-        entries = agree(ranks, lambda: job.write(folder, total_bytes), TRAVELS, _failed)
+        entries = agree(ranks, lambda: job.write(folder, total_bytes), FileEntry, TRAVELS, _failed)
         files = {rank_file(rank): entry for rank, entry in enumerate(entries)}
         manifest = CheckpointManifest(step, step, layout, model, files, time.monotonic() - started_s, step_s)
-        committed = agree(ranks, lambda: job.commit(manifest), TRAVELS, _failed)[0]  # rank 0's, whose clock counts
+        # Rank 0's, whose clock counts.
+        committed = agree(ranks, lambda: job.commit(manifest), CheckpointManifest, TRAVELS, _failed)[0]
     return Checkpoint(step, run.checkpoint(step), committed, run.attempt)
 
 

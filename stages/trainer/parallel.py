@@ -1,9 +1,7 @@
-"""The trainer's ranks: meeting through the run directory, process groups, and this rank's place in the grid."""
+"""The trainer's ranks: process groups, and this rank's place in the grid."""
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,14 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from conf.schema import LibraConfig
 from stages.context import StageContext, StoppedError
-from stages.files import wait_for
+from stages.trainer.gather import gather_bytes
+from stages.trainer.meeting import meeting
 
-LOOPBACK = "127.0.0.1"
-RENDEZVOUS_TIMEOUT_S = 300.0
 EXTRA_TIMEOUT_S = 60.0
 BATCH_SLACK = 1.1
 
@@ -42,7 +38,7 @@ class RankGrid:
     dp_rank: int
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
-    objects_group: dist.ProcessGroup
+    bytes_group: dist.ProcessGroup
     device: torch.device
 
     @property
@@ -83,34 +79,32 @@ class TrainerRanks:
     def size(self) -> int:
         return self.grid.world_size
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank."""
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self.grid.objects_group)
-        return gathered
+    def gather(self, data: bytes) -> list[bytes]:
+        return gather_bytes(data, self.grid.bytes_group)
 
 
 @contextmanager
 def connected(context: StageContext, *, tp: int) -> Iterator[RankGrid]:
-    """Join the other trainer ranks; leave their groups when all of them end or stop. Raises LayoutError, WaitTimeoutError."""
+    """Join the other trainer ranks; leave their groups when all of them end or stop. Raises LayoutError and as `meeting`."""
     if context.world_size % tp:
         raise LayoutError(f"{context.world_size} trainer ranks cannot be split by train_tp_size {tp}")
     device = _device(context)
     timeout = timedelta(seconds=_collective_timeout_s(context))
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=_meet(context),
-        rank=context.rank,
-        world_size=context.world_size,
-        timeout=timeout,
-    )
-    try:
-        yield _grid(context, tp, device, timeout)
-    except StoppedError:
+    with meeting(context) as store:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout=timeout,
+        )
+        try:
+            yield _grid(context, tp, device, timeout)
+        except StoppedError:
+            _disconnect()
+            raise
+        # No farewell after a failure: it would wait for ranks that may be stuck in a collective. The process just ends.
         _disconnect()
-        raise
-    # No farewell after a failure: it would wait for ranks that may be stuck in a collective. The process just ends.
-    _disconnect()
 
 
 def _disconnect() -> None:
@@ -162,7 +156,7 @@ def _grid(context: StageContext, tp: int, device: torch.device, timeout: timedel
         create_gloo_process_groups=False,
         distributed_timeout_minutes=ceil(timeout.total_seconds() / 60),
     )
-    objects_group: Any = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
+    bytes_group: Any = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
     return RankGrid(
         rank=context.rank,
         world_size=context.world_size,
@@ -172,40 +166,6 @@ def _grid(context: StageContext, tp: int, device: torch.device, timeout: timedel
         dp_rank=parallel_state.get_data_parallel_rank(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
-        objects_group=objects_group,
+        bytes_group=bytes_group,
         device=device,
     )
-
-
-def _meet(context: StageContext) -> Store:
-    """A store that all ranks share. Rank 0 serves it and says where in attempts/N/rendezvous.json; alone, no port is opened."""
-    if context.world_size == 1:
-        return HashStore()
-    path = context.run.attempt_dir / "rendezvous.json"
-    timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
-    one_host = context.plan.train.nodes == 1
-    if one_host:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if context.rank == 0:
-        host = LOOPBACK if one_host else socket.getfqdn()
-        listener = socket.create_server((LOOPBACK if one_host else "", 0), backlog=context.world_size)
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            host,
-            port,
-            context.world_size,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        context.run.write(path, {"host": host, "port": port, "world_size": context.world_size})
-        return store
-    record = wait_for(
-        lambda: context.run.read(path),
-        deadline_s=RENDEZVOUS_TIMEOUT_S,
-        awaited=str(path),
-        from_whom="trainer rank 0",
-        check=context.check_stop,
-    )
-    return TCPStore(record["host"], record["port"], context.world_size, is_master=False, timeout=timeout)

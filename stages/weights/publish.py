@@ -63,11 +63,11 @@ def publish(
         job = _Publishing(
             run, version, step, list(tensors), probe, source_folder, options, ranks or SingleRank(), stack
         )
-        openings = agree(job.ranks, job.open)
+        openings = agree(job.ranks, job.open, _Opening)
         folder = next(Path(opening.folder) for opening in openings if opening.folder)
         layout = plan_layout([opening.offer for opening in openings], options.max_file_bytes)
-        written = agree(job.ranks, lambda: job.write(folder, layout))
-        manifest = agree(job.ranks, lambda: job.commit(layout, written))[0]
+        written = agree(job.ranks, lambda: job.write(folder, layout), _Written)
+        manifest = agree(job.ranks, lambda: job.commit(layout, written), Manifest | None)[0]
         assert manifest is not None  # rank 0 commits
         return manifest
 

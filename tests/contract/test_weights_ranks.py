@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -13,6 +12,7 @@ import torch.multiprocessing as mp
 
 from conf.sections import WeightsConfig
 from stages.rundir import RunDir
+from stages.trainer.gather import gather_bytes
 from stages.weights.errors import PublishError
 from stages.weights.publish import publish
 from stages.weights.reader import load_manifest, verify
@@ -27,10 +27,8 @@ class GlooRanks:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value)
-        return gathered
+    def gather(self, data: bytes) -> list[bytes]:
+        return gather_bytes(data, None)
 
 
 def model() -> dict[str, torch.Tensor]:

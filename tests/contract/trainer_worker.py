@@ -23,7 +23,7 @@ from conf.schema import LibraConfig
 from stages.batches import Batch, read_batch
 from stages.context import open_context
 from stages.trainer.hf_weights import export_slices
-from stages.trainer.parallel import RankGrid, TrainerRanks, connected
+from stages.trainer.parallel import RankGrid, connected
 from stages.trainer.policy import Policy
 
 
@@ -135,7 +135,9 @@ def whole_tensors(named: Mapping[str, torch.Tensor], policy: Policy) -> dict[str
     ]
     whole: dict[str, torch.Tensor] = {}
     counts: dict[str, torch.Tensor] = {}
-    for name, shape, dim, start, tensor in chain.from_iterable(TrainerRanks(policy.grid).gather_objects(mine)):
+    gathered: list[Any] = [None] * policy.grid.world_size
+    dist.all_gather_object(gathered, mine, group=policy.grid.bytes_group)
+    for name, shape, dim, start, tensor in chain.from_iterable(gathered):
         place = whole.setdefault(name, torch.full(shape, torch.nan)).narrow(dim, start, tensor.shape[dim])
         place.copy_(tensor)
         counts.setdefault(name, torch.zeros(shape)).narrow(dim, start, tensor.shape[dim]).add_(1)
