@@ -31,13 +31,18 @@ INSTANCE = "rollout_000"
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train; `offload` is the fraction of the optimizer in host memory, None for no offload."""
+    """One way to train; `offload` is the fraction of the optimizer in host memory, None for no offload.
+
+    `resumed_offload` is that after the resume, where `changes` says that it is another.
+    """
 
     tp: int
     dp: int
     dtype: str
     offload: float | None = None
     device: str = "cpu"
+    changes: bool = False
+    resumed_offload: float | None = None
 
     @property
     def ranks(self) -> int:
@@ -45,17 +50,25 @@ class Case:
 
     @property
     def name(self) -> str:
-        offload = "" if self.offload is None else f"_offload{self.offload:g}"
-        return f"tp{self.tp}_dp{self.dp}_{self.dtype}{offload}"
+        words = [f"tp{self.tp}", f"dp{self.dp}", self.dtype]
+        words += [] if self.offload is None else [f"offload{self.offload:g}"]
+        words += ["then", f"offload{self.resumed_offload}"] if self.changes else []
+        return "_".join(words)
 
     @property
     def options(self) -> dict[str, Any]:
-        if self.offload is None:
-            return {}
-        return {
-            "megatron_optimizer_cpu_offload": True,
-            "megatron_optimizer_offload_fraction": self.offload,
-        }
+        return offload_options(self.offload)
+
+    @property
+    def resumed_options(self) -> dict[str, Any]:
+        return offload_options(self.resumed_offload if self.changes else self.offload)
+
+
+def offload_options(fraction: float | None) -> dict[str, Any]:
+    return {
+        "megatron_optimizer_cpu_offload": fraction is not None,
+        "megatron_optimizer_offload_fraction": fraction or 0.0,
+    }
 
 
 def run_cases(root: Path, cases: list[Case]) -> dict[tuple[Case, int], dict[str, Any]]:

@@ -11,6 +11,7 @@ import multiprocessing
 import random
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def main(root: Path) -> int:
 def run_rank(root: Path, cases: list[Case], rank: int) -> None:
     torch.set_num_threads(1)
     for case in cases:
-        pretended = case.offload is not None and case.device == "cpu"
+        pretended = {case.offload, case.resumed_offload} != {None} and case.device == "cpu"
         if pretended:
             install_streams()
         if rank < case.ranks:
@@ -60,11 +61,11 @@ def run_rank(root: Path, cases: list[Case], rank: int) -> None:
                 connected(context, tp=case.tp) as grid,
                 FakeGpu() if pretended else nullcontext(),
             ):
-                found = compare(root / MODEL, context, grid)
+                found = compare(root / MODEL, case, context, grid)
             (root / f"{case.name}.{rank}.json").write_text(json.dumps(found))
 
 
-def compare(model: Path, context: StageContext, grid: RankGrid) -> dict[str, Any]:
+def compare(model: Path, case: Case, context: StageContext, grid: RankGrid) -> dict[str, Any]:
     straight = Policy.load(model, context.config, grid)
     results = [step(straight, context, number) for number in range(TOTAL_STEPS)]
 
@@ -75,7 +76,7 @@ def compare(model: Path, context: StageContext, grid: RankGrid) -> dict[str, Any
     Checkpoints(context, first, grid).save(SAVED_AT)
     drawn = draws(grid.device)
 
-    resumed = Policy.load(model, context.config, grid, read_weights=False)
+    resumed = Policy.load(model, replace(context.config, **case.resumed_options), grid, read_weights=False)
     with torch.no_grad():
         for parameter in resumed.trainable.module.parameters():
             parameter.fill_(torch.nan)  # whatever is not restored shows

@@ -71,7 +71,7 @@ class FakeGpu(TorchFunctionMode):
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         self.host.add(tensor.data_ptr())
-        self._kept.append(tensor)
+        self._kept.append(tensor.detach())  # another view: `tensor.data` may be replaced
         return tensor
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,10 @@ DTYPES = ("float32", "bfloat16")
 CASES = [Case(tp, dp, dtype) for tp, dp in ((1, 1), (1, 2), (2, 1)) for dtype in DTYPES]
 CASES += [Case(1, 2, dtype, fraction) for dtype in DTYPES for fraction in (0.5, 1.0)]
 RANKS = [(case, rank) for case in CASES for rank in range(case.ranks)]
+CHANGES = [(None, 1.0), (0.5, None), (1.0, 0.5)]
+CHANGED = [
+    Case(1, 2, dtype, before, changes=True, resumed_offload=after) for dtype in DTYPES for before, after in CHANGES
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def all_found(folder: Path) -> dict[tuple[Case, int], dict[str, Any]]:
-    return run_cases(folder, CASES)
+    return run_cases(folder, [*CASES, *CHANGED])
 
 
 @pytest.fixture(params=RANKS, ids=lambda place: f"{place[0].name}_rank{place[1]}")
@@ -42,6 +46,18 @@ def test_weights_masters_and_moments_are_the_same_bit_for_bit(found: dict[str, A
     assert found["resumed_at"] == SAVED_AT
     assert found["restored"] == []
     assert found["differences"] == []
+
+
+@pytest.mark.parametrize("case", CHANGED, ids=lambda case: case.name)
+def test_a_run_goes_on_with_its_optimizer_in_other_memory(
+    all_found: dict[tuple[Case, int], dict[str, Any]], case: Case
+) -> None:
+    for rank in range(case.ranks):
+        found = all_found[case, rank]
+        assert found["restored"] == []
+        straight, resumed = found["results"]
+        for before, after in zip(straight, resumed, strict=True):
+            assert after["loss"] == pytest.approx(before["loss"], rel=1e-2, abs=1e-4)
 
 
 def test_the_comparison_covers_what_training_changes(found: dict[str, Any]) -> None:
