@@ -17,6 +17,11 @@ from launch.truth import SILENT_S, Answer, Stillness, ask, tell_one
 from launch.waiting import Pace, QueuedJob
 from stages.rundir import RunDir
 
+
+class HandedOverError(Exception):
+    """This attempt is over, and the run goes on in another one, of which the process that followed has no part."""
+
+
 LOCAL_INTERVAL_S = 1.0
 MOVED_SHARE = 0.1
 MOVED_LEAST_S = 60.0
@@ -57,13 +62,14 @@ class SlurmLife:
         self._in_front: int | None = None
         self._said_in_front: int | None = None
         self._counts_next = False
-        self._attempt = -1
+        self._news = (-1, False)
 
     def look(self, run: RunDir, state: Mapping[str, Any]) -> Sign:
         is_waiting = state.get("phase", "") in ("", "requeued")
         is_silent = self._stillness.so_far_s(run.attempt, state) > SILENT_S
-        if run.attempt != self._attempt:
-            self._attempt = run.attempt
+        news = (run.attempt, is_waiting and run.cancel_json.exists())  # may lag on NFS: it only hurries
+        if news != self._news:
+            self._news = news
             self._pace.hurry()
         if not (is_waiting or is_silent):
             self._sign, self._said = RUNNING, None

@@ -165,8 +165,8 @@ class Part:
 
 
 def merged(parts: Iterable[Part]) -> Iterator[Line]:
-    """Lines of several logs by time. The order within a file stays; a line without a time goes with the one before it, and
-    lines before the first time of a file with that. Files without any time come first, in their order."""
+    """Lines of several logs by time. The order within a file stays; a line without a time goes with the one before it, lines
+    before the first time of a file with that, and a file without any time counts as written when it was changed last."""
     return merge(
         *(list(_timed(part)) for part in sorted(parts, key=lambda part: part.file.order)), key=lambda line: line.at
     )
@@ -174,7 +174,7 @@ def merged(parts: Iterable[Part]) -> Iterator[Line]:
 
 def _timed(part: Part) -> Iterator[Line]:
     times = [line_time(line, part.near) for line in part.lines]
-    at = next((found for found in times if found is not None), 0.0)
+    at = next((found for found in times if found is not None), part.near)
     for line, found in zip(part.lines, times, strict=True):
         at = at if found is None else max(at, found)
         yield Line(at, part.file, line)

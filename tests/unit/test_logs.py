@@ -184,10 +184,12 @@ def test_lines_are_merged_by_time_and_keep_their_order_within_a_file() -> None:
     ]
 
 
-def test_files_without_times_come_one_after_the_other() -> None:
-    found = merged([part("trainer", "x1", "x2"), part("controller", "y1", "y2")])
+def test_a_file_without_times_stands_where_it_was_changed_last() -> None:
+    silent = [Part(LogFile(Path(name), name), (f"{name}1",), NEAR + after) for name, after in [("x", 9), ("y", -9)]]
 
-    assert [line.text for line in found] == ["y1", "y2", "x1", "x2"]
+    found = merged([part("trainer", "00:00:35 early", "00:00:45 late"), *silent])
+
+    assert [line.text for line in found] == ["y1", "00:00:35 early", "00:00:45 late", "x1"]
 
 
 @given(
@@ -311,7 +313,7 @@ def test_a_log_that_was_cut_is_read_from_its_beginning(alive: RunDir) -> None:
 
 
 def test_the_view_goes_on_with_the_next_attempt(alive: RunDir) -> None:
-    write(alive, trainer__0="a\n", supervisor="batch\n")
+    write(alive, trainer__0="00:00:02 a\n", supervisor="00:00:01 batch\n")
 
     def restart() -> None:
         says(alive, "requeued")
@@ -322,7 +324,12 @@ def test_the_view_goes_on_with_the_next_attempt(alive: RunDir) -> None:
 
     shown = followed(alive, restart)
 
-    assert [line.partition("| ")[2] or line for line in shown] == ["batch", "a", "---- attempt 1 ----", "b"]
+    assert [line.partition("| ")[2] or line for line in shown] == [
+        "00:00:01 batch",
+        "00:00:02 a",
+        "---- attempt 1 ----",
+        "b",
+    ]
 
 
 def test_following_ends_when_the_job_is_gone(
