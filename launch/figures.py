@@ -76,7 +76,7 @@ def progress(folder: Folder) -> Progress:
     steps = list(counting_steps(records).values())[-WINDOW_STEPS:]
     summary = folder.record(folder.run.summary_json, any_attempt=True) or {}
     if not steps:
-        resumed = [int(record["step"]) for record in records if record.get("event") == "resumed"]
+        resumed = [int(record["from_step"]) for record in records if record.get("event") == "resumed"]
         return Progress((resumed or [0])[-1], total_steps(folder), seconds=_totals(summary))
     last = steps[-1]
     step_s = fmean(float(step["step_s"]) for step in steps)
@@ -100,7 +100,7 @@ def counting_steps(records: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[st
     steps: dict[int, Mapping[str, Any]] = {}
     for record in records:
         if record.get("event") == "resumed":
-            steps = {step: line for step, line in steps.items() if step < int(record["step"])}
+            steps = {step: line for step, line in steps.items() if step < int(record["from_step"])}
         elif "event" not in record and "step" in record:
             steps.pop(int(record["step"]), None)
             steps[int(record["step"])] = record

@@ -26,9 +26,8 @@ class Rule:
 PLANNER = "global_resource_planner"
 PLACES = "it says where and how the run is carried out, not what is trained"
 LAYOUT = "the checkpoint is divided over the trainer's ranks as the run was laid out; going on with another layout comes later"
-PROMPTS = (
-    "the ledger counts the prompts of this task, seed and batch; with others their numbers would mean something else"
-)
+PROMPTS = "the ledger counts prompts of this task and seed; with others their numbers would mean something else"
+BATCHES = "recorded batches have that size, and the steps before and after would not be one run"
 RULES: tuple[Rule, ...] = (
     Rule(
         "total_steps",
@@ -68,12 +67,14 @@ RULES: tuple[Rule, ...] = (
     Rule("rollout_gpus", False, LAYOUT),
     Rule("vllm_tp_size", False, LAYOUT),
     Rule(f"{PLANNER}.*", False, LAYOUT),
+    Rule("megatron_optimizer_*", True, "a checkpoint saved with one offload is gone on from with another"),
+    Rule("megatron_use_cpu_initialization", True, "the weights come from the checkpoint"),
     Rule("megatron_*", False, "the optimizer's state in the checkpoint is of that kind"),
     Rule("train_dtype", False, "the state in the checkpoint is of that kind"),
     Rule("task.*", False, PROMPTS),
     Rule("seed", False, PROMPTS),
-    Rule("batch_size", False, PROMPTS),
-    Rule("n_samples", False, PROMPTS),
+    Rule("batch_size", False, BATCHES),
+    Rule("n_samples", False, BATCHES),
     Rule("model_path", False, "the checkpoint is of that model"),
     Rule("tokenizer_path", False, "recorded token ids are of that tokenizer"),
     Rule("model.*", False, "the checkpoint is of that model"),

@@ -36,6 +36,7 @@ MAY = [
     "hardware.gpus_per_node",
     "algorithm.step_timeout_s",
     "trace.directory",
+    "megatron_optimizer_cpu_offload",
     "global_resource_planner.runtime_batch_collection_timeout_s",
 ]
 MAY_NOT = [
@@ -65,7 +66,7 @@ MAY_NOT = [
     "model.hidden_size",
     "recompute_logprobs",
     "global_resource_planner.initial_allocation_strategy",
-    "megatron_optimizer_cpu_offload",
+    "megatron_use_precision_aware_optimizer",
 ]
 
 

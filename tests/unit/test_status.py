@@ -6,15 +6,19 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from launch import figures, list, status
 from launch.report import headline, report, text
 from launch.runs import Folder, NotARunError
 from launch.truth import tell_one
+from stages.controller.history import read_history
 from stages.rundir import RunDir
 from tests.fake_slurm import FakeSlurm, Job, beating, short_looks, slurm_in_memory
 from tests.made_runs import (
@@ -197,9 +201,24 @@ def test_steps_that_were_left_behind_do_not_count(tmp_path: Path) -> None:
     run = made(tmp_path / "run", "failed", cause=CAUSE)
     trained(run, 8)
     with open(run.metrics_jsonl, "a") as out:
-        out.write(json.dumps({"event": "resumed", "attempt": 1, "step": 4}) + "\n" + '{"half')
+        out.write(json.dumps({"event": "resumed", "attempt": 1, "from_step": 4}) + "\n" + '{"half')
 
     assert "4/10" in line(run, "step")
+
+
+@given(st.lists(st.one_of(st.integers(0, 5), st.integers(0, 5).map(lambda step: -1 - step)), max_size=12))
+def test_the_steps_that_count_are_those_that_the_controller_counts(
+    tmp_path_factory: pytest.TempPathFactory, drawn: Sequence[int]
+) -> None:
+    """A number is the line of a step, a negative one the beginning of another attempt."""
+    records = [
+        {"step": number} if number >= 0 else {"event": "resumed", "attempt": 1, "from_step": -1 - number}
+        for number in drawn
+    ]
+    path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+    assert set(figures.counting_steps(figures.tail_records(path))) == set(read_history(path).steps)
 
 
 def test_a_stop_in_progress_says_why(running: RunDir) -> None:
