@@ -24,7 +24,7 @@ class Composed:
     """`sources` names where each option was set, `choices` the file of each group.
 
     A draft may have `problems`; the options in `wrong` then have their default, and say nothing. `conflicts` are values that
-    could be composed and cannot be run.
+    could be composed and cannot be run. `said` is what the user should read although nothing is wrong.
     """
 
     config: LibraConfig
@@ -33,6 +33,7 @@ class Composed:
     problems: tuple[str, ...] = ()
     wrong: frozenset[str] = frozenset()
     conflicts: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
 
 
 def compose(overrides: Sequence[str], tree: Tree = HOUSE) -> LibraConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from pathlib import Path
@@ -13,10 +14,13 @@ from submitit.core.utils import DelayedSubmission, FailedJobError
 from submitit.slurm.slurm import SlurmJob
 
 from conf.schema import LibraConfig
-from launch import preflight, slurm
+from launch import allocation, preflight, slurm
+from launch.allocation import NOT_INSIDE
 from launch.containers import outer_python
 from launch.desired_steps import desired_steps
+from launch.exclusions import excluded_nodes
 from launch.hetjob import HetJobSpec, check_path, job_spec, render, render_job
+from launch.inside import submit_inside
 from launch.local import LocalPairExecutor, link_log
 from launch.machine import choose_mode
 from launch.partitions import SubmitError
@@ -107,7 +111,11 @@ def submit(config: LibraConfig, plan: Plan, run: RunDir, *, entry: Entry = run_s
     """
     check_path(run.root)
     write_desired(run, desired_steps(config, plan))
-    if choose_mode(config.launch.mode) == "local":
+    mode = choose_mode(config.launch.mode)
+    if mode == "allocation":
+        with private_files():
+            return _submit_inside(config, run, entry)
+    if mode == "local":
         if not config.launch.follow:
             raise SubmitError(
                 "launch.follow=false: a local run ends with its launcher; use launch.mode=slurm or launch.follow=true"
@@ -128,6 +136,16 @@ def reattach(run: RunDir, record: dict[str, Any]) -> Submission:
     return SlurmSubmission(run, HetJob(run.submitit, str(record["job_id"])))
 
 
+def _submit_inside(config: LibraConfig, run: RunDir, entry: Entry) -> Submission:
+    if not allocation.is_inside(os.environ):
+        raise SubmitError(NOT_INSIDE)
+    try:
+        where = allocation.held(os.environ)
+    except allocation.AllocationError as error:
+        raise SubmitError(str(error)) from error
+    return submit_inside(run, outer_python(config), config.slurm.time_min, where, entry)
+
+
 def _submit_local(config: LibraConfig, run: RunDir, entry: Entry) -> Submission:
     executor = LocalPairExecutor(run.submitit, max_num_timeout=0, python=shlex.quote(outer_python(config)))
     job = executor.submit(supervise, str(run.root), run.attempt, entry)
@@ -135,8 +153,9 @@ def _submit_local(config: LibraConfig, run: RunDir, entry: Entry) -> Submission:
 
 
 def _submit_slurm(config: LibraConfig, plan: Plan, run: RunDir, entry: Entry) -> Submission:
-    spec = job_spec(config, plan, run.root, run.attempt)
-    write_bytes_atomic(run.job_sbatch, render_job(config, plan, run.root, run.attempt).encode())
+    exclude = sorted(excluded_nodes(run))
+    spec = job_spec(config, plan, run.root, run.attempt, exclude)
+    write_bytes_atomic(run.job_sbatch, render_job(config, plan, run.root, run.attempt, exclude).encode())
     for sentence in preflight.check(spec, run.job_sbatch):
         print(sentence, flush=True)
     executor = HetJobExecutor(run.submitit, spec, outer_python(config))

@@ -172,7 +172,7 @@ def main(words: Sequence[str] | None = None) -> int:
     run = truth.run
     if not truth.is_alive:
         return _over(truth)
-    life: Life = DistantLife() if truth.folder.mode == "local" else SlurmLife()
+    life: Life = SlurmLife() if truth.folder.mode == "slurm" else DistantLife()
     try:
         with choose_display(run.root.name) as display:
             follow(run, life, display)

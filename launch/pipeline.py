@@ -39,20 +39,26 @@ WARMUP_FAILED = (
 )
 INTERRUPTED = "interrupted; what was written stays in {root}"
 
+HERE = {
+    "local": "here. The same run on a Slurm cluster",
+    "allocation": "in the job that this shell has. The same run as a job of its own",
+}
+"""The modes in which nothing is submitted."""
+
 LOCAL_STOP_DEADLINE_S = 20.0
 """How long an interrupted local run may take to end, beyond the grace of its stages."""
 
 
 def dry_run_text(prepared: Prepared) -> str:
-    """The plan and the job script; for a local run the script that the same options would make on Slurm."""
+    """The plan and the job script; for a run that no script starts, the one that the same options would make on Slurm."""
     from launch.hetjob import render_job
 
     config, plan = prepared.config, prepared.plan
     noted = "".join(f"note       {note}\n" for note in prepared.notes)
     noted += "".join(f"cannot start yet: {problem}\n" for problem in start_problems(config, prepared.architecture))
     header = f"run directory  {prepared.run_dir}\n{describe(plan)}\n{noted}"
-    if config.launch.mode == "local":
-        header += "\nlaunch.mode=local starts these stages here. The same run on a Slurm cluster would be "
+    if config.launch.mode in HERE:
+        header += f"\nlaunch.mode={config.launch.mode} starts these stages {HERE[config.launch.mode]} would be "
         config = replace(config, launch=replace(config.launch, mode="slurm"))
         try:
             plan = make_plan(config, prepared.architecture)
@@ -152,10 +158,14 @@ def launch(overrides: Sequence[str], tree: Tree = HOUSE) -> None:
     if composed.config.launch.explain:
         print(explain(composed))
         return
+    for sentence in composed.said:
+        print(sentence, flush=True)
     prepared = complete(composed)
     warn(prepared.warnings)
     if prepared.config.launch.dry_run:
         print(dry_run_text(prepared))
+        return
+    if _goes_on(prepared):
         return
     check_machine(prepared)
     warn(prepared.notes)
@@ -164,6 +174,15 @@ def launch(overrides: Sequence[str], tree: Tree = HOUSE) -> None:
     submission = start(run, prepared)
     if prepared.config.launch.follow:
         stay(run, submission, prepared)
+
+
+def _goes_on(prepared: Prepared) -> bool:
+    """True when this is a batch script that Slurm runs again: its run has gone on to the end. Raises LibraError kinds."""
+    if prepared.config.launch.mode != "allocation":
+        return False
+    from launch.again import go_on
+
+    return go_on(prepared, stay)
 
 
 def warn(sentences: Sequence[str]) -> None:
@@ -190,19 +209,21 @@ def start(run: RunDir, prepared: Prepared) -> Submission:
 def stay(run: RunDir, submission: Submission, prepared: Prepared) -> None:
     """Follow to the end, over all attempts. Raises RunFailedError, and InterruptedRunError after Ctrl-C.
 
-    A Slurm run goes on then, unless there was a second Ctrl-C; a local run, which cannot live without this process, is stopped.
+    A Slurm run goes on then, unless there was a second Ctrl-C; a run that cannot live without this process is stopped.
     """
     from launch.display import choose_display
     from launch.follow import final_words, follow
-    from launch.life import LocalLife, SlurmLife
+    from launch.life import HandedOverError
     from launch.unread import warning
 
-    life = LocalLife(submission) if submission.mode == "local" else SlurmLife()
     try:
         with choose_display(run.root.name) as display:
-            follow(run, life, display)
+            follow(run, submission.life(), display)
     except KeyboardInterrupt:
         leave(run, submission, prepared.config)
+    except HandedOverError as over:
+        print(over, flush=True)
+        return
     print(final_words(run), flush=True)
     unread = warning(run, prepared.sources, reads_of(prepared.config))
     if unread:
@@ -211,11 +232,11 @@ def stay(run: RunDir, submission: Submission, prepared: Prepared) -> None:
 
 def leave(run: RunDir, submission: Submission, config: LibraConfig) -> NoReturn:
     """After Ctrl-C. Raises InterruptedRunError."""
-    if submission.mode != "local":
+    if not submission.is_own:
         from launch.detach import interrupted
 
         interrupted(run, submission.mode)
-    print("stopping the run, a local one ends with its launcher; this takes a few seconds", file=sys.stderr, flush=True)
+    print("stopping the run, which ends with its launcher; this takes a few seconds", file=sys.stderr, flush=True)
     submission.cancel()
     wait_for(
         lambda: submission.poll()[0] in ("succeeded", "failed") or None,

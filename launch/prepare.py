@@ -41,6 +41,7 @@ class Prepared:
     plan: Plan
     run_dir: Path
     sources: dict[str, str]
+    said: tuple[str, ...] = ()
 
     @property
     def warnings(self) -> list[str]:
@@ -64,7 +65,7 @@ def settled(overrides: Sequence[str], tree: Tree = HOUSE, place: Place = default
     composed = settle(draft(overrides, tree), place)
     config = composed.config
     found = (*option_problems(config), *_rule_problems(composed), *pending_problems(config))
-    return replace(composed, conflicts=(*found, *_argument_problems(composed)))
+    return replace(composed, conflicts=(*composed.conflicts, *found, *_argument_problems(composed)))
 
 
 def complete(composed: Composed) -> Prepared:
@@ -82,7 +83,7 @@ def complete(composed: Composed) -> Prepared:
         raise ConfigError([str(error)]) from error
     chosen = adopt(config, plan)
     sources = dict(composed.sources) | {name: PLANNER for name, _, _ in changes(config, chosen)}
-    return Prepared(chosen, architecture, plan, Path(chosen.launch.run_dir), sources)
+    return Prepared(chosen, architecture, plan, Path(chosen.launch.run_dir), sources, composed.said)
 
 
 def read_architecture(config: LibraConfig) -> Architecture:

@@ -259,7 +259,8 @@ def _earlier(attempts: Sequence[Attempt]) -> str:
 def _job(said: Report) -> str:
     if not said.job_id:
         return ""
-    what = f"Slurm job {said.job_id}" if said.mode == "slurm" else f"local, process {said.job_id}"
+    what = f"local, process {said.job_id}" if said.mode == "local" else f"Slurm job {said.job_id}"
+    what += " (a shell's: it outlives the run)" if said.mode == "allocation" else ""
     where = f" on {_few(said.nodes)}" if said.nodes else ""
     left = "" if said.time_left_s is None else f", {duration(said.time_left_s)} left of its time limit"
     return f"{what}{where}{left}"

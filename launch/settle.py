@@ -6,21 +6,24 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from conf.options import walk
 from conf.schema import LibraConfig
-from launch import machine
+from launch import allocation, machine
 from launch.compose import Composed
 from launch.containers import outer_python
 from launch.sources import COMMAND_LINE
+from planner.errors import PlanError
+from planner.given import SUBMIT, fitted
 from stages.warmup.key import CACHED_POLICY, cached_policy_path
 
 LAUNCHER = "launcher"
 PLANNER = "planner"
+ALLOCATION = "allocation"
 TRACE_SWITCH = "RL_TRAIN_PHASE_TRACE"
 TRACE_FOLDER = "RL_TRAIN_PHASE_TRACE_DIR"
 
@@ -39,7 +42,7 @@ def default_run_dir(choices: Mapping[str, str]) -> str:
 
 def settle(composed: Composed, place: Place = default_place, environ: Mapping[str, str] = os.environ) -> Composed:
     """`composed` after the environment and the launcher; problems of the environment are added to its problems."""
-    composed = with_environment(composed, environ)
+    composed = with_allocation(with_environment(composed, environ), environ)
     config = _without_open_ends(composed.config, composed.choices, place)
     sources = dict(composed.sources)
     for name, before, after in changes(composed.config, config):
@@ -62,6 +65,58 @@ def with_environment(composed: Composed, environ: Mapping[str, str]) -> Composed
         config = replace(config, trace=replace(config.trace, directory=folder))
         sources["trace.directory"] = f"environment {TRACE_FOLDER}"
     return replace(composed, config=config, sources=sources, problems=tuple(problems))
+
+
+def with_allocation(composed: Composed, environ: Mapping[str, str]) -> Composed:
+    """Inside a Slurm job the run takes what the job has, unless the command line says otherwise: launch.mode=slurm submits.
+
+    A profile of the site that says launch.mode=slurm means the cluster, not the queue.
+    """
+    mode, sources = composed.config.launch.mode, composed.sources
+    if not allocation.is_inside(environ):
+        if mode != "allocation":
+            return composed
+        return replace(composed, conflicts=(*composed.conflicts, allocation.NOT_INSIDE))
+    if mode == "local" or (mode == "slurm" and sources["launch.mode"] == COMMAND_LINE) or composed.problems:
+        return composed
+    fixed = frozenset(name for name, source in sources.items() if source == COMMAND_LINE)
+    config = replace(composed.config, launch=replace(composed.config.launch, mode="allocation"))
+    try:
+        where = allocation.held(environ)
+        config = fitted(_queue_of(config, where, fixed), where.given, fixed)
+    except (allocation.AllocationError, PlanError) as error:
+        return replace(composed, config=config, conflicts=(*composed.conflicts, str(error)))
+    changed = list(changes(composed.config, config))
+    words = ", ".join(f"{name} {_shown(old)} -> {_shown(new)}" for name, old, new in changed if name != "launch.mode")
+    return replace(
+        composed,
+        config=config,
+        sources={**sources, **{name: ALLOCATION for name, _, _ in changed}},
+        said=(*composed.said, f"this run takes {where.given}{f': {words}' if words else ''} ({SUBMIT})"),
+    )
+
+
+def _queue_of(config: LibraConfig, where: allocation.Held, fixed: Collection[str]) -> LibraConfig:
+    """The limits of the job, and where it was asked for: a job that follows this one must ask for the same."""
+    slurm = config.slurm
+    if where.limit_min is not None and "slurm.time_min" not in fixed:
+        slurm = replace(slurm, time_min=where.limit_min)
+    if not where.is_batch and "slurm.requeue" not in fixed:
+        slurm = replace(slurm, requeue="never")  # who works in a shell does not expect a job afterwards
+    slurm = replace(slurm, account=slurm.account or where.account, qos=slurm.qos or where.qos)
+    first, *others = where.partitions
+    if len({first, *others}) == 1:
+        slurm = replace(slurm, partition=slurm.partition or first)
+    else:
+        trainer, rollout = slurm.trainer, slurm.rollout
+        trainer = replace(trainer, partition=trainer.partition or slurm.partition or first)
+        rollout = replace(rollout, partition=rollout.partition or slurm.partition or others[0])
+        slurm = replace(slurm, trainer=trainer, rollout=rollout)
+    return replace(config, slurm=slurm)
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if value in ("", []) else str(value)
 
 
 def changes(before: LibraConfig, after: LibraConfig) -> Iterator[tuple[str, Any, Any]]:

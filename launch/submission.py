@@ -7,12 +7,12 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from submitit.slurm.slurm import SlurmJob
 
 from launch import slurm
-from launch.local import LocalPairJob
+from launch.life import Life, LocalLife, SlurmLife
 from launch.slurm import JobPhase, signal_name
 from launch.steps import exception_text, tail
 from launch.sweep import sweep
@@ -47,6 +47,8 @@ class Submission(ABC):
     """A submitted run. `poll` is cheap enough for every second; `exit_code` is what the launcher should return."""
 
     mode: str
+    is_own = False
+    """It lives only as long as the launcher: Ctrl-C ends it."""
 
     def __init__(self, run: RunDir, job_id: str) -> None:
         self.run = run
@@ -67,6 +69,10 @@ class Submission(ABC):
     @abstractmethod
     def cancel(self) -> None:
         """Ask the supervisor to end the run; returns at once."""
+
+    @abstractmethod
+    def life(self) -> Life:
+        """What following it looks at."""
 
     @abstractmethod
     def _ask(self) -> tuple[str, str]:
@@ -105,6 +111,9 @@ class SlurmSubmission(Submission):
         self._pause_s = QUEUE_FIRST_S
         self._pulse = Pulse(clock)
 
+    def life(self) -> Life:
+        return SlurmLife()
+
     def cancel(self) -> None:
         """TERM to the supervisor of a running job (it stops the steps in order); a pending job is just removed."""
         if self._ask_queue()[0] == "running":
@@ -140,14 +149,29 @@ class SlurmSubmission(Submission):
         return folded.phase.value, reason
 
 
+class ChildJob(Protocol):
+    """A supervisor that this process has started. `exit_status` is None while it runs, -n or 128 + n after signal n."""
+
+    @property
+    def job_id(self) -> str: ...
+
+    def exit_status(self) -> int | None: ...
+
+    def cancel(self) -> None: ...
+
+
 class LocalSubmission(Submission):
     mode = "local"
+    is_own = True
 
-    def __init__(self, run: RunDir, job: LocalPairJob, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, run: RunDir, job: ChildJob, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(run, str(job.job_id))
         self.job = job
         self._pulse = Pulse(clock)
         self._hung = ""
+
+    def life(self) -> Life:
+        return LocalLife(self)
 
     def cancel(self) -> None:
         self.job.cancel()

@@ -93,6 +93,8 @@ def launch_sweep(words: Sequence[str], tree: Tree = HOUSE) -> int:
         )
     ]
     _check_together(ready)
+    for sentence in sorted({sentence for one in ready for sentence in one.prepared.said}):
+        print(sentence, flush=True)
     pipeline.warn(sorted({warning for one in ready for warning in one.prepared.warnings}))
     dry = [one for one in ready if one.prepared.config.launch.dry_run]
     for one in dry:
@@ -113,7 +115,7 @@ def _run_all(real: Sequence[Ready]) -> int:
         try:
             run = pipeline.create_run(one.prepared)
             submission = pipeline.start(run, one.prepared)
-            if submission.mode == "slurm":
+            if not submission.is_own:
                 rows.append((str(one.point), str(run.root), submission.job_id))
             else:
                 pipeline.stay(run, submission, one.prepared)

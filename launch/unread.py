@@ -18,7 +18,7 @@ from conf.schema import LibraConfig
 from stages.desired import StepSpec, read_desired
 from stages.rundir import RunDir
 
-NOT_SET = ("default", "launcher", "planner")
+NOT_SET = ("default", "launcher", "planner", "allocation")
 """Sources that are no user."""
 IGNORED = "global_resource_planner.elastic_hybrid_max_workers"
 """Deprecated; the launcher warns about it before the run."""

@@ -31,6 +31,9 @@ def choose_layout(config: LibraConfig) -> tuple[str, str]:
     """("hetjob" | "single", why). A local run shares this one machine, so it is planned as a single job."""
     if config.launch.mode == "local":
         return "single", "launch.mode=local: both sides share this machine"
+    if config.launch.mode == "allocation":
+        reason = "the job that was allocated has one component" if config.slurm.layout == "single" else "it has several"
+        return config.slurm.layout, f"launch.mode=allocation: {reason}"
     if config.slurm.layout == "single":
         return "single", "slurm.layout=single: one job with exact steps; it survives the loss of a rollout node"
     return (
@@ -50,7 +53,7 @@ def check_launchable(config: LibraConfig, *, separate: bool) -> int:
 
 
 def check_shared_nodes(config: LibraConfig) -> None:
-    """A local run has one node; a single job on several nodes fills all of them."""
+    """A local run has one node; a single job on several nodes fills all of them. What was allocated may stay idle in part."""
     per_node, total = config.hardware.gpus_per_node, config.train_gpus + config.rollout_gpus
     if total <= per_node:
         return
@@ -59,7 +62,13 @@ def check_shared_nodes(config: LibraConfig) -> None:
             f"train_gpus={config.train_gpus} + rollout_gpus={config.rollout_gpus} = {total} do not fit on this machine:"
             f" hardware.gpus_per_node={per_node}; lower one of them or use a Slurm cluster (cluster=slurm)"
         )
-    if total % per_node:
+    if config.launch.mode == "allocation":
+        if config.train_gpus % config.vllm_tp_size:
+            raise PlanError(
+                f"train_gpus={config.train_gpus} is not a multiple of vllm_tp_size={config.vllm_tp_size}: behind the trainer an"
+                " instance would cross nodes; change one of them"
+            )
+    elif total % per_node:
         raise PlanError(
             f"slurm.layout=single needs train_gpus + rollout_gpus = {total} to fill whole nodes of hardware.gpus_per_node={per_node}"
         )

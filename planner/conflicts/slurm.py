@@ -121,9 +121,10 @@ NOT_EMPTIED = ("partition", "qos")
 
 
 def a_local_run_is_followed(config: LibraConfig) -> Iterator[str]:
-    if config.launch.mode == "local" and not config.launch.follow:
+    kind = {"local": "a local run", "allocation": "a run in the job of this shell"}.get(config.launch.mode)
+    if kind and not config.launch.follow:
         yield (
-            "launch.follow=false: a local run ends with its launcher, so the launcher has to stay; set launch.follow=true"
+            f"launch.follow=false: {kind} ends with its launcher, so the launcher has to stay; set launch.follow=true"
         )
 
 

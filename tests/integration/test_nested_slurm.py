@@ -14,7 +14,7 @@ from tests.integration.test_supervisor_slurm import slurm_config
 
 pytestmark = pytest.mark.slurm
 
-WRAPPER = Path(__file__).parents[2] / "launch" / "wrappers" / "libra.sbatch"
+WRAPPER = Path(__file__).parents[2] / "launch" / "wrappers" / "libra-submit.sbatch"
 
 LAUNCHER = """
 import sys

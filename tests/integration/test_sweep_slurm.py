@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,32 +11,15 @@ import pytest
 from conf.load import load
 from launch.devcluster.cluster import DevCluster
 from stages.rundir import RunDir
+from tests.fake_launch import make_model
 
 PROJECT = Path(__file__).resolve().parents[2]
-SIZES = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 32,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-}
 
 
 @pytest.mark.slurm
 def test_each_point_of_a_sweep_is_a_job_with_its_own_run_directory(devcluster: DevCluster, tmp_path: Path) -> None:
     """The jobs are held, so that nothing of them runs."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(SIZES))
-    (model / "model.safetensors").touch()
-    fixed = ["+experiment=demo", "cluster=devcluster", "model=from_path", f"model_path={model}", "warmup.steps=0"]
+    fixed = make_model(tmp_path / "model")
     swept = ["seed=1,2", f"launch.run_dir={tmp_path}/sweep", "slurm.extra=[--hold]"]
 
     done = subprocess.run(

@@ -270,3 +270,14 @@ def test_controller_takes_its_processors_from_the_trainers_node() -> None:
     assert steps["controller"].cpus_per_task == 8  # whole cores of two threads
     assert steps["trainer"].cpus_per_task == 10  # (96 - 8) / 8 = 11
     assert steps["rollout_000"].cpus_per_task == 12
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_the_wrappers_pass_shellcheck_and_become_the_launcher() -> None:
+    wrappers = sorted((Path(__file__).parents[2] / "launch" / "wrappers").glob("*.sbatch"))
+
+    done = subprocess.run(["shellcheck", *wrappers], capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 0, done.stdout
+    assert [wrapper.name for wrapper in wrappers] == ["libra-hetjob.sbatch", "libra-submit.sbatch", "libra.sbatch"]
+    assert all(wrapper.read_text().rstrip().splitlines()[-1].startswith("exec ") for wrapper in wrappers)

@@ -188,7 +188,7 @@ def test_after_a_run_options_that_nothing_read_are_named_on_stderr(
         lambda run, sources, own_reads: f"unread: {sources['total_steps']}, {'train_gpus' in own_reads}",
     )
 
-    pipeline.stay(run, cast(Submission, SimpleNamespace(mode="local", job_id="1")), prepared)
+    pipeline.stay(run, cast(Submission, SimpleNamespace(life=lambda: None)), prepared)
 
     assert "unread: command line, True" in capsys.readouterr().err
 

@@ -21,6 +21,10 @@ class FakeSubmission:
     mode: str
     job_id: str
 
+    @property
+    def is_own(self) -> bool:
+        return self.mode != "slurm"
+
 
 class Started:
     """Stands in for submitting and following; `follow` is called with each local run, and may raise."""
