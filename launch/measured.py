@@ -21,7 +21,8 @@ class CheckpointTimes:
         if steps != self._steps:
             self._steps = steps
             checkpoint = newest(self._run, tell=_nothing)
-            self._known = checkpoint and Measured(checkpoint.manifest.save_s, checkpoint.manifest.step_s)
+            found = None if checkpoint is None else checkpoint.manifest
+            self._known = None if found is None else Measured(found.save_s, found.step_s)
         return self._known
 
 

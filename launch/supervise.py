@@ -111,11 +111,13 @@ def make_job(run: RunDir, config: LibraConfig, place: submitit.JobEnvironment, r
     if place.cluster != "slurm":
         return Job(place.job_id)
 
-    def excluded() -> list[str]:
-        return sorted(excluded_nodes(run))
-
     def chained() -> Chained:
-        return chain(run, config, place.job_id, supervise, entry, excluded())
+        return chain(run, config, place.job_id, supervise, entry, sorted(excluded_nodes(run)))
+
+    def excluded() -> list[str]:
+        """One list for all components of the job that is run again; empty when nothing has to be added."""
+        found, slurm = sorted(excluded_nodes(run)), config.slurm
+        return [*filter(None, [slurm.exclude, slurm.trainer.exclude, slurm.rollout.exclude]), *found] if found else []
 
     return BatchJob(run, place.job_id, restarts, config.slurm.requeue, chained, excluded)
 

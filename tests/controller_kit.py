@@ -129,7 +129,14 @@ class ScriptedServer:
     requests: list[Request] = field(default_factory=list)
     heartbeats: int = 0
     base_url: str = ""
+    incarnation: int = 0
+    is_dead: bool = False
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def come_back(self) -> None:
+        """As its own replacement, with the weights proved."""
+        self.incarnation, self.is_dead = self.incarnation + 1, False
+        self.register()
 
     async def start(self) -> web.AppRunner:
         self.stopping = asyncio.Event()
@@ -144,6 +151,8 @@ class ScriptedServer:
         return runner
 
     def register(self) -> None:
+        if self.is_dead:
+            return
         self.heartbeats += 1
         status = InstanceStatus(
             instance=self.name,
@@ -157,6 +166,7 @@ class ScriptedServer:
             server_pid=1,
             device="cpu",
             tp=1,
+            incarnation=self.incarnation,
         )
         write_status(RunDir(self.run.root, self.run.run_id, self.run.attempt, self.name), status)
 
@@ -173,7 +183,7 @@ class ScriptedServer:
         reply = self.script(request)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.stopping.wait(), reply.delay_s)
-        if reply.status == 0:
+        if reply.status == 0 or self.is_dead:
             assert http.transport is not None
             http.transport.abort()
         if reply.status != 200:
@@ -264,6 +274,7 @@ class SigningTrainer:
     def _serve(self, version: int) -> None:
         for server in self.servers:
             server.version = version
+            server.register()  # an instance says so before it acknowledges
         record = {
             "version": version,
             "digest": "d",

@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from stages.controller.client import CompletionClient, InvalidAnswerError, Sampling
+from stages.controller.client import (
+    CompletionClient,
+    InstanceDiedError,
+    InstanceUnreachableError,
+    InvalidAnswerError,
+    Sampling,
+    ServerFailedError,
+)
 from stages.controller.groups import Completion, Prompt
 from stages.controller.instances import Instance, InstancePool
 from stages.controller.tasks.base import Problem, Task
@@ -44,10 +51,16 @@ class Answerer:
     ) -> list[list[Completion]]:
         """The answers of `instance`, one list for each prompt.
 
-        Raises the errors of CompletionClient.complete, and InvalidAnswerError when a token comes from a version older
-        than `oldest_version`, which this instance has proved to hold.
+        Raises the errors of CompletionClient.complete, InstanceDiedError when the instance failed with the request, and
+        InvalidAnswerError when a token comes from a version older than `oldest_version`, which this instance has proved to
+        hold.
         """
-        answers = await self.client.complete(instance.base_url, [prompt.token_ids for prompt in prompts], sampling)
+        try:
+            answers = await self.client.complete(instance.base_url, [prompt.token_ids for prompt in prompts], sampling)
+        except (InstanceUnreachableError, ServerFailedError) as error:
+            if await self.pool.has_died(instance):
+                raise InstanceDiedError(f"{instance.name} ended: {error}") from error
+            raise
         oldest = min(completion.versions[0] for group in answers for completion in group)
         if oldest < oldest_version:
             raise InvalidAnswerError(

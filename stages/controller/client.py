@@ -31,6 +31,10 @@ class ServerFailedError(GenerationError):
     """The server answered with an error of its own (HTTP 5xx, 429)."""
 
 
+class InstanceDiedError(GenerationError):
+    """The instance ended while it had the request: no fault of the request."""
+
+
 class InvalidAnswerError(GenerationError):
     """The answer breaks the contract: lengths, values, versions."""
 

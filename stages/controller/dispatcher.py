@@ -9,7 +9,7 @@ from contextvars import Context
 from dataclasses import dataclass
 
 from stages.controller.answers import Answerer
-from stages.controller.client import GenerationError, InvalidAnswerError, Sampling
+from stages.controller.client import GenerationError, InstanceDiedError, InvalidAnswerError, Sampling
 from stages.controller.groups import Completion, FinishedGroup, Prompt, WaitingGroups
 from stages.controller.instances import Instance
 from stages.controller.ledger import Batched, Dropped, Event, Finished, Issued, Ledger
@@ -239,7 +239,7 @@ class Dispatcher:
 
     def _failed(self, instance: Instance, groups: list[OpenGroup], error: GenerationError) -> None:
         """Re-queue every prompt of a failed request. Raises PromptFailedError for one that failed too often."""
-        interrupted = self.answerer.pool.is_interrupted(instance.name)
+        interrupted = isinstance(error, InstanceDiedError) or self.answerer.pool.is_interrupted(instance.name)
         if not isinstance(error, InvalidAnswerError):  # a server that answers is there; its prompt may be the poison
             self.answerer.pool.failed(instance, interrupted=interrupted)
         self.last_failure = f"{instance.name}: {type(error).__name__}: {error}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from stages.controller.answers import Answerer
-from stages.controller.client import GenerationError, InvalidAnswerError, Sampling
+from stages.controller.client import GenerationError, InstanceDiedError, InvalidAnswerError, Sampling
 from stages.controller.groups import Completion, Prompt
 from stages.controller.instances import Instance
 
@@ -77,7 +77,8 @@ class Evaluator:
                 self._check_version(answers, version)
             except GenerationError as error:
                 failures.append(f"{instance.name}: {error}")
-                pool.failed(instance, interrupted=pool.is_interrupted(instance.name))
+                interrupted = isinstance(error, InstanceDiedError) or pool.is_interrupted(instance.name)
+                pool.failed(instance, interrupted=interrupted)
             else:
                 return answers
             finally:

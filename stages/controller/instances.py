@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,11 @@ from stages.weights.instances import InstanceStatus, read_status
 LOOK_PERIOD_S = 0.1
 COOL_DOWN_S = 0.5
 LONGEST_COOL_DOWN_S = 8.0
+FATE_POLL_S = 0.05
+LIFE_BEATS = 2
+"""So many new heartbeats after a broken connection mean that the instance lives."""
+DEATH_BEATS = 3
+"""So many missing ones mean that it does not."""
 
 
 @dataclass
@@ -26,6 +32,18 @@ class Instance:
     load: int = 0
     failures_in_a_row: int = 0
     cool_until_s: float = 0.0
+    died_at: tuple[int, int] | None = None
+    died_s: float = 0.0
+
+    @property
+    def beat(self) -> tuple[int, int]:
+        """(incarnation, heartbeat) of the registration."""
+        return (-1, -1) if self.status is None else (self.status.incarnation, self.status.heartbeat)
+
+    @property
+    def is_dead(self) -> bool:
+        """Did its last sign of life come before it was found dead?"""
+        return self.died_at is not None and self.died_at == self.beat
 
     @property
     def state(self) -> str:
@@ -41,7 +59,8 @@ class InstancePool:
     """All instances of the plan. A registration counts only while its heartbeat counter moves.
 
     An instance that failed a request is left alone for a growing while: an endpoint that fails fast would otherwise
-    always be the least loaded one and attract everything.
+    always be the least loaded one and attract everything. One that died gets no request until it is back, proved, as its own
+    replacement; `absence_s` is how long that may take.
     """
 
     run: RunDir
@@ -49,6 +68,8 @@ class InstancePool:
     heartbeat_timeout_s: float
     reload_keeps_requests: bool
     clock: Callable[[], float] = time.monotonic
+    heartbeat_interval_s: float = 1.0
+    absence_s: float = 0.0
     instances: dict[str, Instance] = field(init=False)
     _next_look_s: float = float("-inf")
 
@@ -76,7 +97,28 @@ class InstancePool:
     def is_interrupted(self, name: str) -> bool:
         """Is this instance away for a reason that is no fault of the request it failed?"""
         self.look(force=True)
-        return self.instances[name].state in ("starting", "reloading")
+        return self.instances[name].state in ("starting", "reloading", "stopping")
+
+    async def has_died(self, instance: Instance) -> bool:
+        """After a request failed there: was that the end of the instance? Waits a few heartbeats until that is clear."""
+        asked = instance.beat[0]
+        self.look(force=True)
+        status, end_s = instance.status, self.clock() + DEATH_BEATS * self.heartbeat_interval_s
+        while True:
+            self.look()
+            now = instance.status
+            if status is None or now is None or now.incarnation != asked or now.state == "stopping":
+                return True
+            if now.heartbeat >= status.heartbeat + LIFE_BEATS:
+                return False
+            if self.clock() >= end_s:
+                instance.died_at, instance.died_s = instance.beat, self.clock()
+                return True
+            await asyncio.sleep(FATE_POLL_S)
+
+    def is_waiting_for_a_replacement(self) -> bool:
+        """Can no instance answer, while one that died or just starts is on its way?"""
+        return not self.usable() and any(self._is_coming(instance) for instance in self.instances.values())
 
     def claim(self, among: list[Instance], trajectories: int) -> Instance:
         """The least loaded of `among` for its size, with `trajectories` counted as in flight there until `release`."""
@@ -112,10 +154,21 @@ class InstancePool:
     def _is_usable(self, instance: Instance, now: float) -> bool:
         wanted = ("ready", "reloading") if self.reload_keeps_requests else ("ready",)
         silent_s = now - instance.heartbeat_seen_s
-        return instance.state in wanted and silent_s < self.heartbeat_timeout_s and now >= instance.cool_until_s
+        is_there = instance.state in wanted and silent_s < self.heartbeat_timeout_s and not instance.is_dead
+        # A replacement that is up but has not proved its weights yet would refuse everything.
+        has_proved = instance.status is not None and instance.status.version >= 0
+        return is_there and has_proved and now >= instance.cool_until_s
+
+    def _is_coming(self, instance: Instance) -> bool:
+        now = self.clock()
+        if instance.is_dead:
+            return now - instance.died_s < self.absence_s
+        if instance.status is None or now - instance.heartbeat_seen_s >= self.absence_s:
+            return False
+        return instance.status.version < 0 or instance.state in ("starting", "stopping")
 
     def _describe(self, instance: Instance, now: float) -> str:
-        parts = [instance.state]
+        parts = ["dead" if instance.is_dead else instance.state]
         if instance.status is not None and now - instance.heartbeat_seen_s >= self.heartbeat_timeout_s:
             parts.append(f"no heartbeat for {now - instance.heartbeat_seen_s:.0f} s")
         if instance.failures_in_a_row:

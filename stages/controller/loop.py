@@ -139,14 +139,16 @@ class TrainingLoop:
         return manifest
 
     async def _check_collection(self, step: int) -> None:
-        """The clock of a batch runs while its groups may be generated; each retry starts it again.
+        """The clock of a batch runs while its groups may be generated and somebody can; each retry starts it again.
 
         A retry gives up what hangs and keeps finished groups and younger requests.
         """
         planner = self.context.config.global_resource_planner
         timeout_s, retries = planner.runtime_batch_collection_timeout_s, planner.runtime_batch_collection_max_retries
         now = time.monotonic()
-        if step > newest_allowed_step(self.dispatcher.bounds, self.progress.served_version):
+        pool = self.dispatcher.answerer.pool
+        too_early = step > newest_allowed_step(self.dispatcher.bounds, self.progress.served_version)
+        if too_early or pool.is_waiting_for_a_replacement():
             self._due_since_s = now
         if now - self._due_since_s <= timeout_s:
             return

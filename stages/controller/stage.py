@@ -30,6 +30,7 @@ from stages.controller.tokenizer import PolicyTokenizer
 from stages.desired import end_run
 from stages.files import WaitTimeoutError, wait_for
 from stages.stopping import StopRequestedError
+from stages.weights.patience import absence_s, load_s
 
 Result = TypeVar("Result")
 STOP_POLL_S = 0.05
@@ -177,6 +178,8 @@ def make_pool(context: StageContext) -> InstancePool:
         context.plan.rollout.instances,
         heartbeat_timeout_s=config.rollout.heartbeat_timeout_s,
         reload_keeps_requests=config.rollout_weight_reload_method == "inplace",
+        heartbeat_interval_s=config.rollout.heartbeat_interval_s,
+        absence_s=absence_s(config) + load_s(config),
     )
 
 

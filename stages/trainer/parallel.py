@@ -17,6 +17,7 @@ from conf.schema import LibraConfig
 from stages.context import StageContext, StoppedError
 from stages.trainer.gather import gather_bytes
 from stages.trainer.meeting import meeting
+from stages.weights.patience import replacements_s
 
 EXTRA_TIMEOUT_S = 60.0
 BATCH_SLACK = 1.1
@@ -133,7 +134,7 @@ def _collective_timeout_s(context: StageContext) -> float:
     longest_s = max(
         batch_timeout_s(config, step=0),
         batch_timeout_s(config, step=1),
-        config.weights.refresh_timeout_s + starts * start_s,
+        config.weights.refresh_timeout_s + starts * start_s + replacements_s(config),
     )
     return longest_s + EXTRA_TIMEOUT_S
 
@@ -142,12 +143,12 @@ def batch_timeout_s(config: LibraConfig, step: int) -> float:
     """How long batch `step` may take, with all retries of the controller.
 
     A little more than the controller allows itself: it can say what hangs. Before the first batch it evaluates: greedy
-    answers, then samples.
+    answers, then samples. Its clock stands while the instances that it has are being replaced.
     """
     planner = config.global_resource_planner
     collection_s = planner.runtime_batch_collection_timeout_s * (1 + planner.runtime_batch_collection_max_retries)
     evaluation_s = 2 * config.rollout.request_timeout_s if config.launch.evaluate and step == 0 else 0.0
-    return collection_s * BATCH_SLACK + evaluation_s
+    return collection_s * BATCH_SLACK + evaluation_s + replacements_s(config)
 
 
 def _grid(context: StageContext, tp: int, device: torch.device, timeout: timedelta) -> RankGrid:

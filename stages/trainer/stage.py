@@ -18,6 +18,7 @@ from stages.checkpoint.load import steps_to_try
 from stages.checkpoint.over import is_over, nothing_left
 from stages.context import StageContext, StoppedError
 from stages.files import wait_for
+from stages.members import members
 from stages.stopping import StopRequestedError
 from stages.trainer.checkpoints import Checkpoints
 from stages.trainer.consumption import check_consumable
@@ -231,7 +232,7 @@ class Trainer:
 
     def _wait_acks(self, manifest: Manifest, publish_s: float) -> None:
         """When this rank, the first, is asked to stop meanwhile, the others must hear of it before it leaves."""
-        instances = [placement.name for placement in self.context.plan.rollout.instances]
+        instances = members(self.context.run, self.context.plan)
         sync = SYNCS[self.context.config.rollout_weight_sync_mode]
         with suppress(StoppedError, StopRequestedError):
             sync(self.context, manifest, instances, publish_s, self._check_wishes)

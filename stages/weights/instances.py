@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from stages.files import list_names
 from stages.rundir import RunDir
-from stages.weights.errors import InstanceSilentError
 from stages.weights.fields import Fields
 
 STATES = ("starting", "ready", "reloading", "stopping")
@@ -78,43 +76,3 @@ def read_statuses(run: RunDir) -> dict[str, InstanceStatus]:
     names = [name.removesuffix(".json") for name in list_names(run.instances) if name.endswith(".json")]
     found = {name: read_status(run, name) for name in names}
     return {name: status for name, status in found.items() if status is not None}
-
-
-@dataclass
-class _Seen:
-    heartbeat: int
-    at_s: float
-    state: str
-
-
-@dataclass
-class HeartbeatWatch:
-    """Judges instances by whether their counters move on this process's own clock; clocks of hosts are not compared.
-
-    An instance that has not registered is not judged: how long it may take to start is another deadline.
-    """
-
-    run: RunDir
-    instances: Iterable[str]
-    timeout_s: float
-    clock: Callable[[], float] = time.monotonic
-    _seen: dict[str, _Seen] = field(default_factory=dict)
-    _next_look_s: float = float("-inf")
-
-    def check(self) -> None:
-        """Read the counters, at most ten times within `timeout_s`. Raises InstanceSilentError."""
-        now_s = self.clock()
-        if now_s < self._next_look_s:
-            return
-        self._next_look_s = now_s + self.timeout_s / 10
-        for instance in self.instances:
-            status = read_status(self.run, instance)
-            if status is not None:
-                self._judge(status, now_s)
-
-    def _judge(self, status: InstanceStatus, now_s: float) -> None:
-        seen = self._seen.get(status.instance)
-        if seen is None or seen.heartbeat != status.heartbeat:
-            self._seen[status.instance] = _Seen(status.heartbeat, now_s, status.state)
-        elif now_s - seen.at_s >= self.timeout_s:
-            raise InstanceSilentError(status.instance, now_s - seen.at_s, status.state)

@@ -72,6 +72,7 @@ class Patience:
     def __post_init__(self) -> None:
         self._started_s = self.clock()
         self._seen = {name: _Seen(self._started_s + self.deadline_s) for name in self.instances}
+        self._replaceable = replaceable(self.run)
 
     def is_awaited(self, instance: str) -> bool:
         """False for an instance that the supervisor gave up."""
@@ -96,7 +97,7 @@ class Patience:
             raise WaitTimeoutError("all ACKs", "the instances", now_s - self._started_s)
 
     def _look(self, missing: Sequence[str], now_s: float) -> None:
-        self._given_up, self._replaceable = frozenset(given_up(self.run)), replaceable(self.run)
+        self._given_up = frozenset(given_up(self.run))
         for name in missing:
             self._look_at(name, self._seen[name], now_s)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,9 +38,9 @@ def pool_of(run: RunDir, tps: tuple[int, ...] = (1, 1), *, keeps: bool = True) -
     return InstancePool(run, placements, TIMEOUT_S, keeps, clock), clock
 
 
-def register(run: RunDir, index: int, state: str = "ready", heartbeat: int = 1) -> None:
+def register(run: RunDir, index: int, state: str = "ready", heartbeat: int = 1, **changes: Any) -> None:
     name = f"rollout_{index:03d}"
-    status = replace(STATUS, instance=name, state=state, heartbeat=heartbeat)
+    status = replace(STATUS, instance=name, state=state, heartbeat=heartbeat, **changes)
     write_status(RunDir(run.root, run.run_id, run.attempt, name), status)
 
 
@@ -146,3 +149,84 @@ def test_a_request_cut_off_by_a_reload_is_no_fault_of_the_instance(run: RunDir) 
     assert pool.is_interrupted("rollout_000")
     pool.failed(pool.instances["rollout_000"], interrupted=True)
     assert pool.instances["rollout_000"].failures_in_a_row == 0
+
+
+def test_an_instance_that_has_not_proved_a_version_gets_no_request(run: RunDir) -> None:
+    pool, _ = pool_of(run)
+    register(run, 0, version=-1)
+    register(run, 1)
+
+    assert names(pool) == ["rollout_001"]
+
+
+def fate(run: RunDir, meanwhile: Callable[[int], None]) -> tuple[InstancePool, bool]:
+    """Whether the pool finds that rollout_000 has died, with `meanwhile(look)` at each of its looks."""
+    pool, clock = pool_of(run)
+    register(run, 0, heartbeat=5)
+    pool.look(force=True)
+    look = pool.look
+    looks = 0
+
+    def next_look(*, force: bool = False) -> None:
+        nonlocal looks
+        meanwhile(looks)
+        looks, clock.now = looks + 1, clock.now + 0.5
+        look(force=True)
+
+    pool.look = next_look  # type: ignore[method-assign]
+    died = asyncio.run(pool.has_died(pool.instances["rollout_000"]))
+    pool.look = look  # type: ignore[method-assign]
+    return pool, died
+
+
+def test_an_instance_whose_heart_stopped_with_a_request_has_died_and_is_left_alone(run: RunDir) -> None:
+    pool, died = fate(run, lambda _: None)
+
+    assert died
+    assert names(pool) == []
+    assert "rollout_000 (dead" in pool.describe()
+
+
+def test_an_instance_whose_heart_beats_on_lives(run: RunDir) -> None:
+    _, died = fate(run, lambda look: register(run, 0, heartbeat=5 + look))
+
+    assert not died
+
+
+@pytest.mark.parametrize("change", [{"state": "stopping"}, {"incarnation": 1, "state": "starting"}, {"incarnation": 1}])
+def test_an_instance_that_leaves_or_has_a_successor_has_died(run: RunDir, change: dict[str, Any]) -> None:
+    _, died = fate(run, lambda look: register(run, 0, heartbeat=6 + look, **change))
+
+    assert died
+
+
+def test_a_dead_instance_is_used_again_when_its_replacement_has_proved_its_weights(run: RunDir) -> None:
+    pool, _ = fate(run, lambda _: None)
+
+    register(run, 0, incarnation=1, version=-1)
+    pool.look(force=True)
+    before = names(pool)
+    register(run, 0, incarnation=1, version=3)
+    pool.look(force=True)
+
+    assert (before, names(pool)) == ([], ["rollout_000"])
+
+
+def test_a_replacement_is_waited_for_while_nobody_else_can_answer(run: RunDir) -> None:
+    pool, _ = fate(run, lambda _: None)
+    pool.absence_s = 60.0
+
+    assert pool.is_waiting_for_a_replacement()
+    register(run, 1)
+    pool.look(force=True)
+    assert not pool.is_waiting_for_a_replacement()
+
+
+def test_nobody_waits_for_ever_for_an_instance_that_does_not_come_back(run: RunDir) -> None:
+    pool, _ = fate(run, lambda _: None)
+    pool.absence_s = 60.0
+    clock = pool.clock
+    assert isinstance(clock, Clock)
+    clock.now += 61.0
+
+    assert not pool.is_waiting_for_a_replacement()

@@ -12,8 +12,8 @@ import pytest
 
 from stages.rundir import RunDir
 from stages.weights.apply import pending_request, write_loaded, write_nack
-from stages.weights.errors import InstanceSilentError, RecordError
-from stages.weights.instances import HeartbeatWatch, InstanceStatus, read_status, read_statuses
+from stages.weights.errors import RecordError
+from stages.weights.instances import InstanceStatus, read_status, read_statuses
 from stages.weights.records import Nack, RefreshRequest
 from tests.weights_kit import Answers, as_writer, make_status, publish_full, register
 
@@ -114,15 +114,7 @@ def test_the_protocol_needs_no_torch() -> None:
     assert subprocess.run(command, check=False, timeout=60).returncode == 0
 
 
-# ---- registration and heartbeat ----------------------------------------------------------------------------------
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
+# ---- registration ----------------------------------------------------------------------------------
 
 
 def test_a_registration_survives_its_record(run: RunDir) -> None:
@@ -146,45 +138,3 @@ def test_a_registration_with_a_wrong_field_is_an_error() -> None:
 
     with pytest.raises(RecordError, match="leases"):
         InstanceStatus.from_record(record, "registration")
-
-
-def test_a_moving_counter_is_life_however_slow_the_clock_of_its_host(run: RunDir) -> None:
-    clock = Clock()
-    watch = HeartbeatWatch(run, ["rollout_000"], timeout_s=10, clock=clock)
-    for beat in range(20):
-        register(run, "rollout_000", heartbeat=beat)
-        watch.check()
-        clock.now_s += 9
-
-
-def test_a_counter_that_stands_still_is_a_dead_instance(run: RunDir) -> None:
-    clock = Clock()
-    watch = HeartbeatWatch(run, ["rollout_000"], timeout_s=10, clock=clock)
-    register(run, "rollout_000", heartbeat=7, state="reloading")
-    watch.check()
-    clock.now_s += 9.9
-    watch.check()
-    clock.now_s += 1.1
-
-    with pytest.raises(InstanceSilentError, match=r"rollout_000 \(last state 'reloading'\).* 11\.0 s"):
-        watch.check()
-
-
-def test_an_instance_that_has_not_registered_is_not_judged(run: RunDir) -> None:
-    clock = Clock()
-    watch = HeartbeatWatch(run, ["rollout_000"], timeout_s=10, clock=clock)
-    for _ in range(5):
-        watch.check()
-        clock.now_s += 100
-
-
-def test_counters_are_not_read_more_often_than_needed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    looks: list[str] = []
-    monkeypatch.setattr("stages.weights.instances.read_status", lambda run, name: looks.append(name))
-    watch = HeartbeatWatch(run, ["rollout_000"], timeout_s=10, clock=clock)
-    for _ in range(1000):
-        watch.check()
-        clock.now_s += 0.01
-
-    assert len(looks) <= 11

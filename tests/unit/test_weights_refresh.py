@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 
+from launch.desired_steps import desired_steps
 from stages.context import StageContext, StoppedError
+from stages.desired import write_desired
+from stages.members import write_given_up
 from stages.rundir import RunDir
 from stages.weights.apply import write_loaded, write_nack, write_prepared
 from stages.weights.errors import WeightRefreshError
 from stages.weights.manifest import Manifest
 from stages.weights.records import Loaded, Nack, Prepared
 from stages.weights.refresh import request_refresh
+from tests.fake_runs import fake_config, fake_plan
 from tests.weights_kit import INSTANCES, Answers, as_writer, make_context, publish_full, register
 
 
@@ -319,3 +323,54 @@ def test_a_server_that_has_yet_to_start_gets_the_time_to_start(run: RunDir, answ
     request = run.read(run.request_json(3))
     assert request is not None
     assert request["deadline_s"] == pytest.approx(300.05)
+
+
+def supervised(run: RunDir) -> None:
+    """A supervisor that replaces instances, as the desired state says."""
+    write_desired(as_writer(run, "launcher"), desired_steps(fake_config(), fake_plan()))
+
+
+def test_an_instance_that_gave_up_on_a_version_is_waited_for_as_its_replacement(
+    run: RunDir, context: StageContext, answers: Answers
+) -> None:
+    supervised(run)
+    context.config.weights.refresh_timeout_s = 30
+    answers.write("rollout_000")
+    nack = Nack("rollout_001", 3, answers.manifest.digest, "proof", "log-probs differ", -1)
+    write_nack(as_writer(run, "rollout_001"), nack)
+    replacement = threading.Timer(0.3, answers.write, ["rollout_001"])
+    replacement.start()
+
+    result = request_refresh(context, answers.manifest, INSTANCES, publish_s=0.0)
+
+    replacement.join()
+    assert result.instances == INSTANCES
+
+
+def test_a_refusal_of_an_instance_that_goes_on_ends_the_wait_also_where_instances_are_replaced(
+    run: RunDir, context: StageContext, answers: Answers
+) -> None:
+    supervised(run)
+    context.config.weights.refresh_timeout_s = 10
+    answers.write("rollout_000")
+    nack = Nack("rollout_001", 3, answers.manifest.digest, "prepare", "digest differs", 2, "model.embed")
+    write_nack(as_writer(run, "rollout_001"), nack)
+
+    with pytest.raises(WeightRefreshError, match="digest differs"):
+        request_refresh(context, answers.manifest, INSTANCES, publish_s=0.0)
+
+
+def test_an_instance_that_was_given_up_meanwhile_is_not_waited_for(
+    run: RunDir, context: StageContext, answers: Answers
+) -> None:
+    supervised(run)
+    context.config.weights.refresh_timeout_s = 30
+    context.config.rollout.heartbeat_timeout_s = 1.0
+    answers.write("rollout_000")
+    lost = threading.Timer(0.2, write_given_up, [as_writer(run, "supervisor"), {"rollout_001": "its node failed"}])
+    lost.start()
+
+    result = request_refresh(context, answers.manifest, INSTANCES, publish_s=0.0)
+
+    lost.join()
+    assert result.instances == ("rollout_000",)
