@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from launch.settle import PLANNER, Place, changes, default_place, settle
 from launch.tree import HOUSE, Tree
 from planner.allocation import adopt
 from planner.architecture import Architecture
-from planner.conflicts import RULES
+from planner.configured import division_problems
+from planner.conflicts import RULES, hardware
 from planner.errors import PlanError
 from planner.model import from_model_config, resolve
 from planner.notes import notes
@@ -30,6 +32,7 @@ IGNORED_WORKERS = (
     "global_resource_planner.elastic_hybrid_max_workers={value} is deprecated and ignored: the elastic hybrid pool has no"
     " policy maximum; leave it out"
 )
+ASSIGNMENT = re.compile(r"[\w.]+=[^\s;:,()]+")
 
 
 @dataclass(frozen=True)
@@ -69,21 +72,37 @@ def settled(overrides: Sequence[str], tree: Tree = HOUSE, place: Place = default
 
 
 def complete(composed: Composed) -> Prepared:
-    """Raises ConfigError with the problems and conflicts of `composed`, else with those of its model and its plan."""
-    if composed.problems or composed.conflicts:
-        raise ConfigError([*composed.problems, *composed.conflicts])
+    """Raises ConfigError with the problems and conflicts of `composed` and, where its options can be used at all, with those
+    of its model and its plan."""
+    said = [*composed.problems, *composed.conflicts]
+    if composed.problems or _is_no_ground(composed.config):
+        raise ConfigError(said)
     config = track(composed.config)
     try:
         architecture = read_architecture(config)
-        found = model_problems(composed.config, architecture)
-        if found:
-            raise ConfigError(found)
+        said += model_problems(composed.config, architecture)
+        if said:
+            raise ConfigError([*said, *_unsaid(division_problems(composed.config, architecture), said)])
         plan = make_plan(config, architecture)
     except PlanError as error:
-        raise ConfigError([str(error)]) from error
+        raise ConfigError([*said, *error.problems]) from error
     chosen = adopt(config, plan)
     sources = dict(composed.sources) | {name: PLANNER for name, _, _ in changes(config, chosen)}
     return Prepared(chosen, architecture, plan, Path(chosen.launch.run_dir), sources, composed.said)
+
+
+def _is_no_ground(config: LibraConfig) -> bool:
+    """Whether an option is outside its range, or a number of the machine has a wrong unit: what would follow is noise.
+
+    So it is after a misspelt word, which has left a default behind.
+    """
+    return bool(option_problems(config)) or any(problem for rule in hardware.RULES for problem in rule(config))
+
+
+def _unsaid(problems: Sequence[str], said: Sequence[str]) -> list[str]:
+    """Rules and planner judge some contradictions both, in other words: those that name the same values are one."""
+    known = [ASSIGNMENT.findall(problem) for problem in said]
+    return [problem for problem in problems if ASSIGNMENT.findall(problem) not in known]
 
 
 def read_architecture(config: LibraConfig) -> Architecture:

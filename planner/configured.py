@@ -5,7 +5,7 @@ from __future__ import annotations
 from conf.schema import LibraConfig
 from planner.allocation import divided
 from planner.architecture import Architecture
-from planner.errors import PlanError
+from planner.errors import PlanError, problems_of
 from planner.limits import (
     check_instance,
     check_ranks,
@@ -15,26 +15,46 @@ from planner.limits import (
     check_trainer_memory,
     tensor_parallel_candidates,
 )
-from planner.placement import check_launchable, choose_layout
+from planner.placement import aligned_nodes, check_instances, check_processors, check_shared_nodes, choose_layout
 from planner.plan import Choice
 from planner.predict import expected
 from planner.rejections import Rejections
 
 
 def check_configured(config: LibraConfig, arch: Architecture) -> tuple[list[Choice], Rejections]:
-    """Other tensor-parallel sizes that fit these GPUs, and those that do not. Raises PlanError when the one asked for
-    does not."""
-    check_split(config)
-    check_launchable(config, separate=choose_layout(config)[0] == "hetjob")
-    check_instance(config, arch)
-    check_train_tp(config, arch)
-    check_train_tp_allowed(config, arch)
-    check_ranks(config)
+    """Other tensor-parallel sizes that fit these GPUs, and those that do not. Raises PlanError, with everything that is
+    wrong, when the one asked for does not."""
+    found = layout_problems(config, arch)
+    if found:
+        raise PlanError(*found)
     fitting, rejections = survey(config, arch)
     others = [choice for choice in fitting if choice.train_tp_size != config.train_tp_size]
     hint = f"; train_tp_size={others[0].train_tp_size} would fit" if others else ""
     check_trainer_memory(config, arch, hint)
     return others, rejections
+
+
+def division_problems(config: LibraConfig, arch: Architecture) -> list[str]:
+    """Why the division that was asked for cannot be had; empty where the planner divides."""
+    if config.global_resource_planner.initial_allocation_strategy != "configured":
+        return []
+    return layout_problems(config, arch) or problems_of(lambda: check_trainer_memory(config, arch))
+
+
+def layout_problems(config: LibraConfig, arch: Architecture) -> list[str]:
+    """Why the division that was asked for cannot be started, whatever it needs in memory."""
+    separate = choose_layout(config)[0] == "hetjob"
+    return problems_of(
+        lambda: check_split(config),
+        lambda: None if separate else check_shared_nodes(config),
+        lambda: aligned_nodes(config.train_gpus, config.hardware.gpus_per_node, "train_gpus"),
+        lambda: check_instances(config, separate=separate),
+        lambda: check_processors(config, separate=separate),
+        lambda: check_instance(config, arch),
+        lambda: check_train_tp(config, arch),
+        lambda: check_train_tp_allowed(config, arch),
+        lambda: check_ranks(config),
+    )
 
 
 def survey(config: LibraConfig, arch: Architecture) -> tuple[list[Choice], Rejections]:

@@ -214,6 +214,37 @@ def test_mistakes_of_every_kind_are_listed_together(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("overrides", "facts"),
     [
+        (
+            ["max_model_len=65536", "train_tp_size=8", "rollout_gpus=12"],
+            ["max_model_len=65536", "train_tp_size=8", "rollout_gpus=12"],
+        ),
+        (["train_gpus=12", "rollout_gpus=12"], ["train_gpus=12", "rollout_gpus=12"]),
+        (["batch_size=500", "model=qwen2_5_72b"], ["batch_size=500", "training wants"]),
+        (["train_gpus=6", "train_tp_size=16"], ["train_gpus=6", "train_tp_size=16 is more"]),
+    ],
+    ids=["model and nodes", "nodes of both sides", "options and memory", "what two rules find is said once"],
+)
+def test_contradictions_with_the_model_and_the_nodes_are_listed_with_the_others(
+    overrides: list[str], facts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refused([*BASE, *overrides], capsys)
+
+    assert [fact for fact in facts if f"  - {fact}" not in message] == []
+    assert message.startswith(f"{len(facts)} problem")
+
+
+@pytest.mark.parametrize("word", ["hardware.gpu_memory_bytes=80", "n_samples=1", "totl_steps=3"])
+def test_nothing_is_concluded_from_an_option_that_says_nothing(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused([*BASE, word, "train_tp_size=8"], capsys)
+
+    assert word in message
+    assert "attention heads" not in message
+    assert "training wants" not in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "facts"),
+    [
         (["model_path={tmp}/nowhere"], ["model_path=", "is not a folder"]),
         (["model_path=Qwen/Qwen2.5-7B-Instruct"], ["model_path=Qwen/Qwen2.5-7B-Instruct is not a folder"]),
         (["model_path=''"], ["model_path is empty"]),

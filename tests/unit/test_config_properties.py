@@ -16,10 +16,13 @@ from conf.load import load
 from conf.options import Option, declared, walk
 from conf.schema import LibraConfig
 from conf.typed import assemble
-from launch.compose import compose_with_sources, draft
-from planner.validate import option_problems, out_of_range
+from launch.compose import compose, compose_with_sources, draft
+from planner.configured import division_problems
+from planner.model import from_model_config
+from planner.validate import cross_problems, model_problems, option_problems, out_of_range
 
 OPTIONS = declared(LibraConfig)
+MODEL = from_model_config(compose(["model=qwen2_5_7b"]).model)
 NUMBERS = [name for name, option in OPTIONS.items() if option.element_type in (int, float)]
 BOUNDED = [name for name in NUMBERS if OPTIONS[name].above is not None or OPTIONS[name].minimum is not None]
 CHOSEN = [name for name, option in OPTIONS.items() if option.choices]
@@ -121,6 +124,17 @@ def test_any_valid_configuration_can_be_typed_on_the_command_line(values: dict[s
 @given(every_option(ANY_TEXT))
 def test_the_ranges_let_every_declared_value_pass(values: dict[str, Any]) -> None:
     assert option_problems(assemble(values)) == []
+
+
+@settings(phases=WITHOUT_SHRINKING)
+@given(every_option(ANY_TEXT))
+def test_rules_and_planner_judge_any_configuration_of_a_real_machine(values: dict[str, Any]) -> None:
+    machine = {name: option.default for name, option in OPTIONS.items() if name.startswith("hardware.")}
+    config = assemble(values | machine)
+
+    found = [*cross_problems(config), *model_problems(config, MODEL), *division_problems(config, MODEL)]
+
+    assert all(found), "sentences, and no exception"
 
 
 # ---- invalid values -----------------------------------------------------------------------------------------------------
