@@ -55,13 +55,21 @@ def unlike_hydra(error: Exception, groups: Groups, naming: Callable[[str], str] 
         file = naming(found[3])
         return unknown_choice(found[2], found[3], groups, f"{file}: " if file else "")
     if found := _NOT_LISTED.search(text):
-        return (
-            f"{found[1] or 'the command line'} overrides the group '{found[2]}', which no defaults list of the configuration"
-            f" names; leave out the word override there, or put '- {found[2]}: CHOICE' into the root file"
-        )
+        return _not_listed(found[1] or "", found[2])
     if found := _TWICE.search(text):
         return f"the group '{found[1]}' is chosen in two places; say 'override /{found[1]}: CHOICE' in one of the files"
     return text
+
+
+def _not_listed(file: str, group: str) -> str:
+    """A defaults list of `file` ("experiment/mine") overrides `group` ("model", or "model@experiment.model" inside a package)."""
+    name, _, package = group.partition("@")
+    if package and package.startswith(f"{file.partition('/')[0]}."):
+        return f"{file}.yaml lacks the line '# @package _global_' at its top: without it, '{name}' is looked for as '{package}'"
+    return (
+        f"{file or 'the command line'} overrides the group '{group}', which no defaults list of the configuration"
+        f" names; leave out the word override there, or put '- {group}: CHOICE' into the root file"
+    )
 
 
 def _meant(name: str, groups: Groups) -> str:

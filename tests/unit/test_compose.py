@@ -265,6 +265,10 @@ def test_a_group_that_only_an_experiment_lists_is_overridden_without_a_plus(tmp_
         ),
         ("# @package _global_\ndefaults: [/model: demo]\n", "the group 'model' is chosen in two places"),
         ("total_steps: 3\n", "FILE lacks the line '# @package _global_'"),
+        (
+            "defaults: [override /model: demo]\ntotal_steps: 3\n",
+            "experiment/mine.yaml lacks the line '# @package _global_' at its top",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said_with_the_file(tmp_path: Path, text: str, wanted: str) -> None:
