@@ -29,11 +29,11 @@ _BEFORE_INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
 def dump(config: LibraConfig, sources: Mapping[str, str], section: str = "") -> str:
-    """`config` as text; `section` is the dotted name of the only group of options wanted, empty for all."""
+    """`config` as text; `section` is the dotted name of the only option, or group of options, wanted; empty for all."""
     lines: list[str] = []
     opened: tuple[str, ...] = ()
     for name, _, value in walk(config):
-        if section and not name.startswith(f"{section}."):
+        if section and name != section and not name.startswith(f"{section}."):
             continue
         *parents, leaf = name.split(".")
         for depth, parent in enumerate(parents):

@@ -68,7 +68,7 @@ def _launch(asked: argparse.Namespace, tree: Tree) -> int:
     from launch import pipeline
 
     if asked.cfg:
-        pipeline.show(asked.overrides, tree, asked.package or "")
+        pipeline.show(asked.overrides, tree, _section(asked.package))
         return 0
     if asked.multirun:
         from launch.sweeps import launch_sweep
@@ -76,6 +76,19 @@ def _launch(asked: argparse.Namespace, tree: Tree) -> int:
         return launch_sweep(asked.overrides, tree)
     pipeline.launch(asked.overrides, tree)
     return 0
+
+
+def _section(package: str | None) -> str:
+    """The option or group that --package names, "" for all (Hydra calls that _global_). Raises ConfigError for any other name."""
+    from conf.typed import options, sections
+    from launch.suggest import unknown_option
+
+    name = package or ""
+    if name in ("", "_global_"):
+        return ""
+    if name not in options() and name not in sections():
+        raise ConfigError([f"--package: {unknown_option(name, '', {})}"])
+    return name
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

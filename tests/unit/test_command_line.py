@@ -118,6 +118,25 @@ def test_cfg_job_shows_a_configuration_that_cannot_run_and_then_says_why(capsys:
     assert "batch_size=10 is not a multiple" in said.err
 
 
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("train_gpus", "train_gpus: 8  # conf/experiment/grpo_7b.yaml\n"),
+        ("slurm.partition", 'slurm:\n  partition: ""  # default\n'),
+    ],
+)
+def test_cfg_job_with_the_name_of_an_option_shows_that_option(
+    name: str, wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["+experiment=grpo_7b", "--cfg", "job", "-p", name]) == 0
+    assert capsys.readouterr().out == wanted
+
+
+def test_cfg_job_with_a_package_that_does_not_exist_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["+experiment=grpo_7b", "--cfg", "job", "-p", "algorithm.clip_hi"]) == 2
+    assert "did you mean 'algorithm.clip_high'" in capsys.readouterr().err
+
+
 def test_cfg_job_with_a_package_shows_one_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["+experiment=demo", "--cfg", "job", "--package", "slurm"]) == 0
 
