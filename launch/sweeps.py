@@ -102,6 +102,7 @@ def launch_sweep(words: Sequence[str], tree: Tree = HOUSE) -> int:
     real = [one for one in ready if one not in dry]
     by_point = {one.point: one.prepared for one in real}
     _for_all(list(by_point), lambda point: pipeline.check_machine(by_point[point]), "can start")
+    pipeline.warn(sorted({note for prepared in by_point.values() for note in prepared.notes}))
     for one in real:
         pipeline.warm_up(one.prepared.config)
     return _run_all(real)

@@ -251,3 +251,13 @@ def test_a_warning_that_all_points_share_is_said_once(started: Started, capsys: 
     launch_sweep(words)
 
     assert capsys.readouterr().err.count("elastic_hybrid_max_workers=3 is deprecated") == 1
+
+
+def test_doubtful_choices_are_said_before_the_first_point_starts(
+    started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch_sweep(["+experiment=demo", "total_steps=3,5", "algorithm.lr_warmup_steps=3"])
+
+    said = capsys.readouterr().err
+    assert said.count("total_steps=3 ends inside algorithm.lr_warmup_steps=3") == 1
+    assert "total_steps=5" not in said
