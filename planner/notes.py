@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from conf.schema import LibraConfig
+from conf.sections import AlgorithmConfig
 
 NUMB_TOLERANCE_NATS = 0.01
 """Log-probs of two engines in 16 bits differ by about this much, from rounding alone."""
@@ -47,6 +48,15 @@ def micro_batch_beyond_the_share(config: LibraConfig) -> Iterator[str]:
         )
 
 
+def penalty_without_buffer(config: LibraConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if not algorithm.overlong_buffer_tokens and algorithm.overlong_penalty != AlgorithmConfig().overlong_penalty:
+        yield (
+            f"algorithm.overlong_penalty={algorithm.overlong_penalty:g} takes nothing off while"
+            " algorithm.overlong_buffer_tokens=0"
+        )
+
+
 def tight_proof(config: LibraConfig) -> Iterator[str]:
     formats = {config.train_dtype, config.weights.dtype, config.rollout.dtype}
     if config.weights.proof_tolerance < NUMB_TOLERANCE_NATS and formats != {"float32"}:
@@ -76,6 +86,7 @@ NOTES: tuple[Callable[[LibraConfig], Iterator[str]], ...] = (
     short_run,
     batch_in_pieces,
     micro_batch_beyond_the_share,
+    penalty_without_buffer,
     tight_proof,
     far_off_policy,
     node_local_run,

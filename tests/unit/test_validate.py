@@ -279,6 +279,7 @@ def test_a_dense_model_can_be_started() -> None:
         ("algorithm.lr_warmup_steps=100", "the learning rate only rises"),
         ("max_concurrent_rollouts=64", "a batch is generated in several goes"),
         ("micro_batch_size=400", "more than the 256 trajectories"),
+        ("algorithm.overlong_penalty=0.5", "takes nothing off while algorithm.overlong_buffer_tokens=0"),
         ("weights.proof_tolerance=1e-3", "rounding alone may fail"),
         ("max_head_offpolicyness=9", "beyond 8 versions"),
     ],
