@@ -45,9 +45,9 @@ def _memory(plan: Plan) -> list[str]:
         parts = ", ".join(
             f"{name} {value / 1e9:.3g}" for name, value in terms.items() if name not in ("total", "budget")
         )
-        name, where = ("trainer", "host memory of a node") if side == "trainer_host" else (side, "GPU")
+        name, unit = ("trainer", "GB of host memory per node") if side == "trainer_host" else (side, "GB per GPU")
         budget = f" of {terms['budget'] / 1e9:.3g}" if "budget" in terms else ""
-        lines.append(f"memory     {name}: {terms['total'] / 1e9:.3g}{budget} GB per {where} ({parts})")
+        lines.append(f"memory     {name}: {terms['total'] / 1e9:.3g}{budget} {unit} ({parts})")
     return lines
 
 

@@ -112,6 +112,13 @@ def test_the_description_says_what_the_times_assume() -> None:
     assert "hardware bounds" in text
 
 
+def test_the_description_tells_memory_of_the_host_from_that_of_a_gpu() -> None:
+    text = describe(plan_of("megatron_optimizer_cpu_offload=true", "megatron_optimizer_offload_fraction=0.5"))
+
+    assert re.search(r"memory     trainer: [\d.]+ of 71.6 GB per GPU \(", text)
+    assert re.search(r"memory     trainer: [\d.]+ GB of host memory per node \(host_optimizer", text)
+
+
 @given(
     nodes=st.integers(1, 16),
     rollout_nodes=st.integers(1, 16),
