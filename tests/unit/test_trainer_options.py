@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from stages.trainer.model import transformer_config
 from stages.trainer.optimizer import optimizer_config
 from stages.trainer.parallel import batch_timeout_s
 from stages.trainer.policy import build_device
+from stages.trainer.stage import Trainer
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 SMALL: dict[str, Any] = {
@@ -80,3 +82,14 @@ def test_the_trainer_waits_for_all_retries_of_the_controller() -> None:
 
     assert without > 100.0
     assert batch_timeout_s(config, step=1) > 300.0
+
+
+@pytest.mark.exercises("sync_interval")
+@pytest.mark.parametrize(("interval", "published"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (3, [3, 5]), (9, [5])])
+def test_the_trainer_publishes_every_so_many_steps_and_the_last(interval: int, published: list[int]) -> None:
+    context = cast(Any, SimpleNamespace(config=LibraConfig(sync_interval=interval, total_steps=5)))
+    nothing = cast(Any, None)
+
+    trainer = Trainer(context, nothing, nothing, nothing)
+
+    assert [version for version in range(1, 6) if trainer._is_published(version)] == published
