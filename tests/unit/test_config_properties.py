@@ -16,7 +16,7 @@ from conf.load import load
 from conf.options import Option, declared, walk
 from conf.schema import LibraConfig
 from conf.typed import assemble
-from launch.compose import compose, compose_with_sources, draft
+from launch.compose import Tree, compose, compose_with_sources, draft
 from planner.configured import division_problems
 from planner.model import from_model_config
 from planner.validate import cross_problems, model_problems, option_problems, out_of_range
@@ -103,6 +103,20 @@ def test_dumping_any_valid_configuration_and_loading_it_is_a_fixed_point(values:
         path = Path(folder) / "config.yaml"
         path.write_text(dump(config, {}), encoding="utf-8")
         again = load(path)
+
+    assert again == config
+    assert dump(again, {}) == dump(config, {})
+
+
+@settings(max_examples=15, phases=WITHOUT_SHRINKING)
+@given(every_option(ANY_TEXT))
+def test_composing_what_was_dumped_is_a_fixed_point(values: dict[str, Any]) -> None:
+    """As `--config-path RUN` does: through Hydra's files and interpolations, beside `conf.load`'s own reader."""
+    config = assemble(values)
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.yaml").write_text(dump(config, {}), encoding="utf-8")
+        again = compose([], Tree(folder))
 
     assert again == config
     assert dump(again, {}) == dump(config, {})
