@@ -5,6 +5,7 @@ The list only ever shrinks: a test compares it with the number below.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,7 @@ def pending_problems(config: LibraConfig) -> Iterator[str]:
     for name, sentence in pending().items():
         value, default = value_of(config, name), options[name].default
         if value != default:
-            yield f"{name}={value}: {sentence}; leave it at {default!r}"
+            yield f"{name}={_as_typed(value)}: {sentence}; leave it at {_as_typed(default)}"
 
 
 def value_of(config: LibraConfig, name: str) -> Any:
@@ -87,3 +88,8 @@ def value_of(config: LibraConfig, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part)
     return found
+
+
+def _as_typed(value: Any) -> str:
+    """true, null and [2], as on a command line, where Python says True, None and [2]."""
+    return value if isinstance(value, str) else json.dumps(value)

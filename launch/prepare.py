@@ -80,7 +80,7 @@ def complete(composed: Composed) -> Prepared:
     config = track(composed.config)
     try:
         architecture = read_architecture(config)
-        said += model_problems(composed.config, architecture)
+        said += _unsaid(model_problems(composed.config, architecture), said)
         if said:
             raise ConfigError([*said, *_unsaid(division_problems(composed.config, architecture), said)])
         plan = make_plan(config, architecture)

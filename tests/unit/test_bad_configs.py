@@ -154,7 +154,10 @@ NOT_BUILT = {
         [f"{GRP}.runtime_dynamic_reconfiguration_enabled=true"],
         [f"{GRP}.runtime_dynamic_reconfiguration_enabled", "not built yet"],
     ),
-    "grouped GEMM": (["megatron_grouped_gemm=true"], ["megatron_grouped_gemm", "not built yet"]),
+    "grouped GEMM": (
+        ["megatron_grouped_gemm=true"],
+        ["megatron_grouped_gemm=true", "not built yet; leave it at false"],
+    ),
 }
 
 TABLE = {
@@ -221,8 +224,18 @@ def test_mistakes_of_every_kind_are_listed_together(capsys: pytest.CaptureFixtur
         (["train_gpus=12", "rollout_gpus=12"], ["train_gpus=12", "rollout_gpus=12"]),
         (["batch_size=500", "model=qwen2_5_72b"], ["batch_size=500", "training wants"]),
         (["train_gpus=6", "train_tp_size=16"], ["train_gpus=6", "train_tp_size=16 is more"]),
+        (
+            [f"{GRP}.allowed_train_ep=[2]"],
+            [f"{GRP}.allowed_train_ep=[2]: training of mixture-of-experts models is not"],
+        ),
     ],
-    ids=["model and nodes", "nodes of both sides", "options and memory", "what two rules find is said once"],
+    ids=[
+        "model and nodes",
+        "nodes of both sides",
+        "options and memory",
+        "what two rules find is said once",
+        "what is pending is no more than that",
+    ],
 )
 def test_contradictions_with_the_model_and_the_nodes_are_listed_with_the_others(
     overrides: list[str], facts: list[str], capsys: pytest.CaptureFixture[str]
