@@ -33,6 +33,7 @@ TASKS = ("trainer.0", "controller.0", "rollout_000.0", "rollout_001.0")
 TRAINING = {"trainer": {"do": "train"}}
 LIMIT_S = 20.0
 START_S = 60.0
+REQUEUE_S = 90.0
 UNKNOWN_JOB = "9999999"
 
 
@@ -252,6 +253,28 @@ def test_a_followed_run_ends_with_the_exit_code_of_its_cause(start: Start, termi
     assert follower.code() == 137
     assert "the run failed: trainer: killed by SIGKILL" in follower.text
     assert told(job.run) == ("failed", 1)
+    job.is_over()
+
+
+def test_a_requeued_run_is_followed_through_the_queue_into_its_next_attempt(start: Start, terminal: Open) -> None:
+    """The signal that Slurm sends before the time limit; the private Slurm lets a requeued job wait for about half a minute."""
+    job = start(TRAINING).is_up()
+    follower = terminal("follow", job.run)
+    follower.shows("trainer: running")
+
+    slurm.signal_batch(job.id, "USR1")
+
+    follower.shows("attempt 0 is over, the run goes on in another", REQUEUE_S)
+    follower.shows(f"job {job.id} is pending: BeginTime", REQUEUE_S)
+    assert told(job.run) == ("requeued", 0)
+    follower.shows(f"attempt 1 (requeue), from step {STEPS_PER_ATTEMPT}", REQUEUE_S)
+    later = RunDir.open(job.run.root, writer="test")
+    until(lambda: state(later).get("phase") == "running", REQUEUE_S, "the second attempt")
+    go(later)
+    assert follower.code(REQUEUE_S) == 0
+    assert told(later) == ("succeeded", 0)
+    shown = people("status", later).stdout
+    assert f"1 (requeue, from step {STEPS_PER_ATTEMPT}; before it: 0 requeued)" in shown
     job.is_over()
 
 
