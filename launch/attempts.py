@@ -141,7 +141,8 @@ def _reason(said: Mapping[str, object]) -> str:
     """From the last word of the attempt before: without one, or with Slurm's own reason, the machine failed."""
     stop = said.get("stop")
     kind = stop.get("kind") if isinstance(stop, Mapping) else None
-    return "requeue" if said.get("phase") == "requeued" and kind != "node_failure" else "node_failure"
+    has_ended = said.get("phase") in ("requeued", "failed", "succeeded")
+    return "requeue" if has_ended and kind != "node_failure" else "node_failure"
 
 
 def read_plan(run: RunDir) -> Plan:
