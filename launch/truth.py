@@ -28,6 +28,8 @@ SILENT_S = 4.0
 """Whoever stays with a run asks elsewhere when the supervisor's counter has stood still this long."""
 ENDED = ("succeeded", "failed")
 """Phases that are a run's last word; "requeued" is an attempt's."""
+IN_JOBS = ("slurm", "allocation")
+"""Modes of runs that end with a Slurm job: their own, or that of a shell (salloc), which may outlive the run."""
 ALIVE = ("pending", "starting", "running", "stopping", "requeued")
 STATES = (*ALIVE, *ENDED, "vanished", "half-deleted", "unknown")
 GOOD = (*ALIVE, "succeeded")
@@ -95,7 +97,7 @@ def tell(roots: Sequence[Path]) -> list[Truth]:
     """The truth about each run; all are watched together, and Slurm is asked once for all. Raises NotARunError."""
     seen = watch([Folder.at(root) for root in roots], look_s=LOOK_S)
     folders = [Folder.at(root) for root in roots]  # anew: a last word may have come meanwhile
-    asked = {folder.job_id for folder in folders if folder.mode == "slurm" and folder.state.get("phase") not in ENDED}
+    asked = {folder.job_id for folder in folders if folder.mode in IN_JOBS and folder.state.get("phase") not in ENDED}
     answers = ask({job_id for job_id in asked if job_id.isdigit()})
     return [_truth(folder, seen.get((folder.root, folder.run.attempt), Beats()), answers) for folder in folders]
 
@@ -119,7 +121,7 @@ def readable(roots: Iterable[Path]) -> tuple[list[Path], list[str]]:
 
 
 def _truth(folder: Folder, beats: Beats, answers: Mapping[str, Answer]) -> Truth:
-    answer = answers.get(folder.job_id) if folder.mode == "slurm" else None
+    answer = answers.get(folder.job_id) if folder.mode in IN_JOBS else None
     state, why = decide(facts_of(folder, beats, answer))
     is_submitted = bool(folder.submission or folder.state)
     damage = tuple(folder.look_for_damage(is_whole=is_submitted))
@@ -153,6 +155,8 @@ def decide(facts: Facts) -> tuple[str, str]:
         return facts.phase, ""
     if facts.mode == "slurm":
         return _by_job(facts, facts.answer or Answer("silent", "it was not asked"))
+    if facts.mode == "allocation" and facts.answer and facts.answer.kind in ("over", "forgotten"):
+        return _job_is_gone(facts, facts.answer)
     return _by_process(facts)
 
 
@@ -188,14 +192,14 @@ def _job_is_gone(facts: Facts, answer: Answer) -> tuple[str, str]:
 
 
 def _by_process(facts: Facts) -> tuple[str, str]:
-    """A local run, or one that no launcher has submitted yet."""
+    """A local run, one inside the allocation of somebody's shell, or one that no launcher has submitted yet."""
     whose = "supervisor" if facts.phase else "launcher"
     if facts.process == "here":
         return (facts.phase or "starting"), (_stood_still(facts) + ", but its process lives" if facts.phase else "")
     if facts.process == "elsewhere":
         return "unknown", f"its {whose} ran on {facts.host} and is silent; only there can be seen whether it lives"
     if facts.process == "gone" and facts.phase:
-        return "vanished", "its supervisor is gone and left no last word (a local run ends with its launcher)"
+        return "vanished", "its supervisor is gone and left no last word (such a run ends with its launcher)"
     if facts.process == "gone":
         return "vanished", "its launcher ended before anything was started"
     return "unknown", "nothing says who started it, or where"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from launch import truth
 from launch.occupancy import launcher_mark
 from launch.runs import Folder
-from launch.truth import STATES, Answer, Beats, Facts, decide, tell, tell_one
+from launch.truth import IN_JOBS, STATES, Answer, Beats, Facts, decide, tell, tell_one
 from launch.waiting import QueuedJob
 from stages.rundir import RunDir
 from tests.fake_slurm import FakeSlurm, Job, beating, short_looks, slurm_in_memory
@@ -263,6 +263,24 @@ def test_a_resumption_whose_launcher_died_is_not_the_job_before(tmp_path: Path, 
     assert told(run)[0] == "vanished"
 
 
+@pytest.mark.parametrize(
+    ("job", "host", "wanted"),
+    [
+        (Job("RUNNING"), socket.gethostname(), "vanished"),
+        (Job("RUNNING"), "node7", "unknown"),
+        (Job("TIMEOUT"), "node7", "vanished"),
+        (None, "node7", "vanished"),
+    ],
+)
+def test_a_run_in_the_allocation_of_a_shell_ends_with_its_supervisor_or_with_the_job(
+    tmp_path: Path, job: Job | None, host: str, wanted: str, slurm_in_memory: FakeSlurm
+) -> None:
+    run = made(tmp_path / "run", "running", "allocation", host=host, pid=2**22 + 1)
+    slurm_in_memory.jobs = {41: job} if job else {}
+
+    assert told(run)[0] == wanted
+
+
 # ---- nobody knows --------------------------------------------------------------------------------------------------------
 
 
@@ -329,7 +347,7 @@ ANSWERS = st.one_of(
 FACTS = st.builds(
     Facts,
     phase=st.sampled_from(["", "starting", "running", "stopping", "requeued", "succeeded", "failed"]),
-    mode=st.sampled_from(["", "slurm", "local"]),
+    mode=st.sampled_from(["", "slurm", "local", "allocation"]),
     job_id=st.just("41"),
     beats=st.builds(Beats, st.sampled_from([None, True, False])),
     answer=ANSWERS,
@@ -361,4 +379,4 @@ def test_nobody_is_declared_dead_without_evidence(facts: Facts) -> None:
         assert not facts.beats.supervisor
         is_gone = facts.answer is not None and facts.answer.kind in ("over", "forgotten")
         over = facts.answer is not None and facts.answer.job is not None and facts.answer.job.phase.is_over
-        assert facts.process == "gone" if facts.mode != "slurm" else is_gone or over
+        assert (facts.mode != "slurm" and facts.process == "gone") or (facts.mode in IN_JOBS and (is_gone or over))
