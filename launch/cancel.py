@@ -176,11 +176,11 @@ def _how(truth: Truth) -> str:
     """The last word in words, with the checkpoint that is left."""
     cause = truth.folder.state.get("cause") or {}
     words = f"{cause['step']}: {cause['message']}" if cause.get("message") else truth.why
+    if truth.state == "succeeded" or "checkpoint" in words:  # the supervisor has said it already
+        return f"{truth.state}{f', {words}' if words else ''}"
     saved = figures.saved(truth.folder, 0)
-    left = (
-        f"; its newest checkpoint is that of step {saved.step}" if saved.step is not None else "; it has no checkpoint"
-    )
-    return f"{truth.state}{f', {words}' if words else ''}{left if truth.state != 'succeeded' else ''}"
+    left = "it has no checkpoint" if saved.step is None else f"its newest checkpoint is that of step {saved.step}"
+    return f"{truth.state}{f', {words}' if words else ''}; {left}"
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -120,11 +120,8 @@ def _waits_for(truth: Truth, now: float) -> str:
 def _hosts(truth: Truth) -> tuple[str, ...]:
     """Where the newest attempt runs or ran, as far as its records tell."""
     steps = (truth.folder.state.get("steps") or {}).values()
-    found = [
-        str(truth.folder.state.get("host") or ""),
-        *(str(host) for step in steps for host in step.get("hosts") or ()),
-    ]
-    found += [one.host for one in figures.instances(truth)]
+    found = [str(host) for step in steps for host in step.get("hosts") or ()]
+    found = found or [str(truth.folder.state.get("host") or ""), *(one.host for one in figures.instances(truth))]
     return tuple(dict.fromkeys(host for host in found if host))
 
 

@@ -81,7 +81,8 @@ class Resumption:
             f"{shown} goes on as attempt {self.attempt} from step {self.checkpoint.step} of {config.total_steps}"
             f" ({self.checkpoint.path.name})"
         ]
-        return "\n".join([*lines, *(f"  {change}" for change in self.changes)])
+        lines += [f"  {change}" for change in self.changes if change.name != "launch.dry_run"]
+        return "\n".join(lines)
 
 
 def prepare(root: Path, words: Sequence[str], *, certainly_over: bool = False) -> Resumption:

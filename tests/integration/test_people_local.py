@@ -97,7 +97,7 @@ def test_a_local_run_is_ended_with_a_checkpoint_and_goes_on_from_it(start: Start
     local = start({"trainer": {"do": "train"}})
 
     done = people("cancel", local.run, "--checkpoint")
-    assert f"its newest checkpoint is that of step {STEPS_PER_ATTEMPT}" in done.stdout, done.stdout + done.stderr
+    assert f"its newest checkpoint is step_{STEPS_PER_ATTEMPT:06d}" in done.stdout, done.stdout + done.stderr
     over(local.submission)
     take_away(local.run, "ready")
     make_directory(local.run.root / "ready")

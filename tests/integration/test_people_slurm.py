@@ -238,7 +238,7 @@ def test_a_second_ctrl_c_ends_the_run_with_a_checkpoint(start: Start, terminal: 
     follower.ctrl_c()
 
     assert follower.code(40.0) == 130
-    assert f"its newest checkpoint is that of step {STEPS_PER_ATTEMPT}" in follower.text
+    assert f"its newest checkpoint is step_{STEPS_PER_ATTEMPT:06d}" in follower.text
     job.is_over()
     assert told(job.run) == ("failed", 1)
 
@@ -299,7 +299,7 @@ def test_a_run_that_was_ended_with_a_checkpoint_goes_on_from_there(start: Start,
     assert refused.returncode == 2
     assert "is running, it cannot be resumed" in refused.stderr
     done = people("cancel", job.run, "--checkpoint")
-    assert f"its newest checkpoint is that of step {STEPS_PER_ATTEMPT}" in done.stdout, done.stdout + done.stderr
+    assert f"its newest checkpoint is step_{STEPS_PER_ATTEMPT:06d}" in done.stdout, done.stdout + done.stderr
     job.is_over()
     take_away(job.run, "ready")
     make_directory(job.run.root / "ready")

@@ -28,6 +28,7 @@ __all__ = ["short_looks", "slurm_in_memory"]
 pytestmark = pytest.mark.usefixtures("slurm_in_memory", "short_looks")
 
 CANCELLED = {"step": "supervisor", "kind": "cancelled", "message": "the run was cancelled by ada", "exit_code": 143}
+SAVED = CANCELLED | {"message": "the run was cancelled by ada; its newest checkpoint is step_000007"}
 
 
 class Ended:
@@ -121,6 +122,14 @@ def test_a_checkpoint_is_awaited_and_named(running: RunDir) -> None:
 
     assert said == ["a checkpoint is being made, which may take 95 s"]
     assert "its newest checkpoint is that of step 7" in words
+
+
+def test_a_checkpoint_that_the_supervisor_names_is_not_named_twice(running: RunDir) -> None:
+    saved(running, 7)
+
+    words, _ = said_by(running, checkpoint=False, events=[lambda: says(running, "failed", cause=SAVED)])
+
+    assert words.count("checkpoint") == 1
 
 
 def test_a_run_that_succeeds_meanwhile_has_succeeded(running: RunDir) -> None:
