@@ -176,7 +176,9 @@ def _how(truth: Truth) -> str:
     """The last word in words, with the checkpoint that is left."""
     cause = truth.folder.state.get("cause") or {}
     words = f"{cause['step']}: {cause['message']}" if cause.get("message") else truth.why
-    if truth.state == "succeeded" or "checkpoint" in words:  # the supervisor has said it already
+    if (
+        truth.state == "succeeded" or "newest checkpoint" in words or "no checkpoint" in words
+    ):  # the supervisor has said it already
         return f"{truth.state}{f', {words}' if words else ''}"
     saved = figures.saved(truth.folder, 0)
     left = "it has no checkpoint" if saved.step is None else f"its newest checkpoint is that of step {saved.step}"

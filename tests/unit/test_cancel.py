@@ -129,7 +129,7 @@ def test_a_checkpoint_that_the_supervisor_names_is_not_named_twice(running: RunD
 
     words, _ = said_by(running, checkpoint=False, events=[lambda: says(running, "failed", cause=SAVED)])
 
-    assert words.count("checkpoint") == 1
+    assert words.count("newest checkpoint") == 1
 
 
 def test_a_run_that_succeeds_meanwhile_has_succeeded(running: RunDir) -> None:
