@@ -7,7 +7,6 @@ requeued it) has its Restarts raised before TERM arrives, which tells it from a 
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -40,17 +39,14 @@ class JobFacts:
 
 def parse_facts(text: str) -> JobFacts | None:
     """The first record of `scontrol -o show job J`; None when there is none."""
-    for line in text.splitlines():
-        # Values may hold blanks (Comment=, Command=), even words like these; the real ones come first, hence reversed.
-        values = dict(reversed(re.findall(r"(?:^|\s)([A-Za-z/]+)=(\S*)", line)))
-        if "JobId" in values:
-            restarts = values.get("Restarts", "0")
-            return JobFacts(
-                _wall(values.get("StartTime", "")),
-                _wall(values.get("EndTime", "")),
-                int(restarts) if restarts.isdigit() else 0,
-                _wall(values.get("PreemptTime", "")),
-            )
+    for values in slurm.records(text, "JobId"):
+        restarts = values.get("Restarts", "0")
+        return JobFacts(
+            _wall(values.get("StartTime", "")),
+            _wall(values.get("EndTime", "")),
+            int(restarts) if restarts.isdigit() else 0,
+            _wall(values.get("PreemptTime", "")),
+        )
     return None
 
 

@@ -34,6 +34,12 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+_IN_EXIT_CODE = ("None", "NonZeroExitCode", "RaisedSignal")
+"""Reasons that say nothing beside the exit code. RaisedSignal:9 came with 24.05; 22.05 says JobLaunchFailure in its place."""
+_WITHOUT_EXIT_CODE = ("NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
+"""Slurm gives these an exit code of its own making (0:1, 0:125), which names no signal."""
+
+
 @dataclass(frozen=True)
 class ComponentState:
     """One component of a job. `exit_code` is Slurm's "status:signal", empty when the source does not tell it."""
@@ -52,13 +58,17 @@ class ComponentState:
     @property
     def text(self) -> str:
         """For messages: state, exit code, reason."""
-        parts = [f"component {self.offset} is {self.state}"]
-        if self.exit_code not in ("", "0:0"):
-            status, _, signum = self.exit_code.partition(":")
-            parts.append(f"killed by {signal_name(int(signum))}" if signum not in ("", "0") else f"exit code {status}")
-        if self.reason and self.reason not in ("None", "NonZeroExitCode"):
-            parts.append(self.reason)
-        return ", ".join(parts)
+        parts = [f"component {self.offset} is {self.state}", self._exit, self.reason]
+        if self.reason.startswith(_IN_EXIT_CODE):
+            del parts[2]
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def _exit(self) -> str:
+        status, _, signum = self.exit_code.partition(":")
+        if self.exit_code in ("", "0:0") or self.state in _WITHOUT_EXIT_CODE:
+            return ""
+        return f"killed by {signal_name(int(signum))}" if signum not in ("", "0") else f"exit code {status}"
 
 
 def fold(components: Sequence[ComponentState]) -> ComponentState:
@@ -91,22 +101,32 @@ def parse_squeue(text: str) -> list[ComponentState]:
 
 
 def parse_scontrol(text: str) -> list[ComponentState]:
-    """Lines of `scontrol -o show job J`: one record of NAME=value words for each component."""
+    """Lines of `scontrol -o show job J`: one record for each component."""
+    return [
+        ComponentState(
+            job_id=int(values["JobId"]),
+            offset=int(values.get("HetJobOffset", 0)),
+            state=values.get("JobState", ""),
+            reason=values.get("Reason", ""),
+            nodes="" if values.get("NodeList") == "(null)" else values.get("NodeList", ""),
+            exit_code=values.get("ExitCode", ""),
+        )
+        for values in records(text, "JobId")
+    ]
+
+
+def records(text: str, first: str) -> list[dict[str, str]]:
+    """Lines of NAME=value words, as `scontrol -o show` prints them; those without the word `first` are left out.
+
+    Values may hold blanks (Comment=, Command=, SubmitLine=) and are cut short there, even words like these: the real ones
+    come first, and count. Before them stands only the job's name, which is left out, for it may be anything.
+    """
     found = []
     for line in text.splitlines():
-        # Values may hold blanks (Comment=, Command=), even words like these; the real ones come first, hence reversed.
-        values = dict(reversed(re.findall(r"(?:^|\s)([A-Za-z/]+)=(\S*)", line)))
-        if "JobId" in values:
-            found.append(
-                ComponentState(
-                    job_id=int(values["JobId"]),
-                    offset=int(values.get("HetJobOffset", 0)),
-                    state=values.get("JobState", ""),
-                    reason=values.get("Reason", ""),
-                    nodes="" if values.get("NodeList") == "(null)" else values.get("NodeList", ""),
-                    exit_code=values.get("ExitCode", ""),
-                )
-            )
+        unnamed = re.sub(r"\sJobName=.*?\s(?=(?:HetJobIdSet|UserId)=)", " ", line, count=1)
+        words = dict(reversed(re.findall(r"(?:^|\s)([A-Za-z/:]+)=(\S*)", unnamed)))
+        if first in words:
+            found.append(words)
     return found
 
 

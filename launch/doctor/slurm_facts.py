@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from launch.doctor.commands import Answer, ask
+from launch.slurm import records
 
 PROGRAMS = ("sinfo", "srun", "scontrol", "sbatch")
 _USABLE = frozenset({"IDLE", "MIXED", "ALLOCATED", "COMPLETING"})
@@ -114,16 +115,6 @@ def count_gpus(gres: str, kind: str = "") -> int:
     return found
 
 
-def _records(text: str, first: str) -> list[dict[str, str]]:
-    """Lines of NAME=value words, as `scontrol -o show` prints them. Values with blanks (OS=, Reason=) are cut short."""
-    found = []
-    for line in text.splitlines():
-        words = dict(reversed(re.findall(r"(?:^|\s)([A-Za-z/]+)=(\S*)", line)))
-        if first in words:
-            found.append(words)
-    return found
-
-
 def parse_nodes(text: str) -> list[NodeFacts]:
     """Lines of `scontrol -o show node`."""
     return [
@@ -137,7 +128,7 @@ def parse_nodes(text: str) -> list[NodeFacts]:
             partitions=tuple(record.get("Partitions", "").split(",")),
             threads=_number(record.get("ThreadsPerCore")) or 1,
         )
-        for record in _records(text, "NodeName")
+        for record in records(text, "NodeName")
     ]
 
 
@@ -151,7 +142,7 @@ def parse_partitions(text: str) -> list[PartitionFacts]:
             max_time=record.get("MaxTime", ""),
             max_nodes=record.get("MaxNodes", ""),
         )
-        for record in _records(text, "PartitionName")
+        for record in records(text, "PartitionName")
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import stat
 from pathlib import Path
 
@@ -11,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch import slurm
+from launch.job_states import BASE_STATES, SHORT_CODES, STATE_FLAGS
 from launch.slurm import (
     ComponentState,
     JobPhase,
-    expand_nodes,
     fold,
     job_phase,
     parse_scontrol,
@@ -22,15 +21,20 @@ from launch.slurm import (
     parse_steps,
 )
 
-# squeue(1) "JOB STATE CODES" of 22.05 to 25.11, base states and flags.
-DOCUMENTED = re.findall(
-    r"\w+",
-    """
-    BOOT_FAIL CANCELLED COMPLETED CONFIGURING COMPLETING DEADLINE EXPEDITING FAILED LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY PENDING
-    POWER_UP_NODE PREEMPTED RUNNING RECONFIG_FAIL RESV_DEL_HOLD REQUEUE_FED REQUEUE_HOLD REQUEUED RESIZING REVOKED SIGNALING
-    SPECIAL_EXIT STAGE_OUT STOPPED SUSPENDED TIMEOUT UPDATE_DB
-    """,
-)
+# squeue(1), "JOB STATE CODES" of 22.05, 24.11 and 26.05 (one list in all three), and the manual's page "Job State Codes".
+SQUEUE_CODES = """
+    BF BOOT_FAIL CA CANCELLED CD COMPLETED CF CONFIGURING CG COMPLETING DL DEADLINE F FAILED NF NODE_FAIL OOM OUT_OF_MEMORY
+    PD PENDING PR PREEMPTED R RUNNING RD RESV_DEL_HOLD RF REQUEUE_FED RH REQUEUE_HOLD RQ REQUEUED RS RESIZING RV REVOKED
+    SI SIGNALING SE SPECIAL_EXIT SO STAGE_OUT ST STOPPED S SUSPENDED TO TIMEOUT
+"""
+BASE = """
+    BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PENDING PREEMPTED RUNNING SUSPENDED TIMEOUT
+"""
+FLAGS = """
+    COMPLETING CONFIGURING EXPEDITING LAUNCH_FAILED POWER_UP_NODE RECONFIG_FAIL REQUEUED REQUEUE_FED REQUEUE_HOLD RESIZING
+    RESV_DEL_HOLD REVOKED SIGNALING SPECIAL_EXIT STAGE_OUT STOPPED UPDATE_DB
+"""
+DOCUMENTED = [*BASE.split(), *FLAGS.split()]
 
 # 22.05.8, `squeue -h -t all -j 41 -o '%i|%T|%r|%N'`
 SQUEUE_RUNNING = "41+0|RUNNING|None|node0\n41+1|RUNNING|None|node[1-2]\n"
@@ -47,7 +51,41 @@ SCONTROL_ORDINARY = "JobId=7 JobName=x UserId=u(1) JobState=COMPLETED Reason=Non
 
 
 def test_every_documented_state_has_a_meaning() -> None:
-    assert sorted(slurm.JOB_STATES) == sorted(DOCUMENTED)
+    assert (sorted(BASE_STATES), sorted(STATE_FLAGS)) == (sorted(BASE.split()), sorted(FLAGS.split()))
+
+
+def test_every_documented_short_code_is_known() -> None:
+    words = SQUEUE_CODES.split()
+
+    assert dict(zip(words[::2], words[1::2], strict=True)) == SHORT_CODES
+
+
+@pytest.mark.parametrize("code", sorted(SHORT_CODES))
+def test_a_short_code_means_what_its_word_means(code: str) -> None:
+    assert job_phase(code) is job_phase(SHORT_CODES[code]) is slurm.JOB_STATES[SHORT_CODES[code]]
+
+
+@pytest.mark.parametrize(
+    "state, exit_code, reason, words",
+    [
+        ("NODE_FAIL", "0:1", "NodeDown", "NODE_FAIL, NodeDown"),  # 24.11; no process got signal 1
+        ("OUT_OF_MEMORY", "0:125", "OutOfMemory", "OUT_OF_MEMORY, OutOfMemory"),
+        ("DEADLINE", "0:1", "DeadLine", "DEADLINE, DeadLine"),
+        ("FAILED", "0:9", "RaisedSignal:9(Killed)", "FAILED, killed by SIGKILL"),
+        ("FAILED", "7:0", "NonZeroExitCode", "FAILED, exit code 7"),
+        ("CANCELLED", "0:0", "None", "CANCELLED"),
+        ("TIMEOUT", "0:15", "TimeLimit", "TIMEOUT, killed by SIGTERM, TimeLimit"),
+    ],
+)
+def test_a_message_says_state_cause_and_reason_once(state: str, exit_code: str, reason: str, words: str) -> None:
+    assert ComponentState(1, 0, state, reason, "", exit_code).text == f"component 0 is {words}"
+
+
+@pytest.mark.parametrize("name", ["JobState=COMPLETED", "a UserId=1 b", "x JobState=RUNNING ExitCode=3:0 y"])
+def test_a_jobs_name_is_not_taken_for_its_state(name: str) -> None:
+    text = f"JobId=7 JobName={name} UserId=u(1) JobState=FAILED Reason=None ExitCode=7:0 NodeList=n1\n"
+
+    assert parse_scontrol(text)[0] == ComponentState(7, 0, "FAILED", "None", "n1", "7:0")
 
 
 @pytest.mark.parametrize(
@@ -135,25 +173,6 @@ def test_a_folded_job_succeeded_only_if_no_component_failed(states: list[str]) -
 def test_folding_nothing_is_an_error() -> None:
     with pytest.raises(ValueError, match="no component"):
         fold([])
-
-
-@pytest.mark.parametrize(
-    "text, hosts",
-    [
-        ("node0", ["node0"]),
-        ("node[0-2]", ["node0", "node1", "node2"]),
-        ("gpu[08-10,12],login", ["gpu08", "gpu09", "gpu10", "gpu12", "login"]),
-        ("r[1-2]n[3,5]-ib", ["r1n3-ib", "r1n5-ib", "r2n3-ib", "r2n5-ib"]),
-        ("", []),
-    ],
-)
-def test_node_lists_are_expanded_in_the_order_written(text: str, hosts: list[str]) -> None:
-    assert expand_nodes(text) == hosts
-
-
-def test_a_broken_node_list_is_an_error() -> None:
-    with pytest.raises(ValueError, match="not a Slurm node list"):
-        expand_nodes("node[0-1")
 
 
 # ---- commands, played by small programs first on PATH ---------------------------------------------------------------

@@ -179,9 +179,9 @@ def test_a_job_that_slurm_has_forgotten_has_vanished_and_its_end_is_unknown(tmp_
 
 def test_accounting_is_the_last_resort(tmp_path: Path, slurm_in_memory: FakeSlurm) -> None:
     run = made(tmp_path / "run", "running")
-    slurm_in_memory.accounting[41] = "NODE_FAIL|0:9"
+    slurm_in_memory.accounting[41] = "FAILED|0:9"
 
-    assert "NODE_FAIL, killed by SIGKILL" in told(run)[1]
+    assert "FAILED, killed by SIGKILL" in told(run)[1]
 
 
 def test_accounting_is_not_asked_while_slurm_knows_the_job(tmp_path: Path, slurm_in_memory: FakeSlurm) -> None:

@@ -190,7 +190,12 @@ def test_no_job_is_no_question(slurm_in_memory: FakeSlurm) -> None:
 
 
 @pytest.mark.parametrize(
-    "printed, words", [("NODE_FAIL|0:9\n", "NODE_FAIL, killed by SIGKILL"), ("FAILED|7:0\nFAILED|7:0\n", "exit code 7")]
+    "printed, words",
+    [
+        ("NODE_FAIL|0:1\n", "is NODE_FAIL"),
+        ("FAILED|0:9\n", "FAILED, killed by SIGKILL"),
+        ("FAILED|7:0\nFAILED|7:0\n", "exit code 7"),
+    ],
 )
 def test_accounting_in_words(slurm_in_memory: FakeSlurm, printed: str, words: str) -> None:
     slurm_in_memory.accounting[41] = printed
