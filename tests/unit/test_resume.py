@@ -16,6 +16,7 @@ from launch.errors import ConfigError
 from launch.executors import SubmitError
 from launch.resume import ResumeError, Resumption, prepare, start
 from launch.runs import NotARunError
+from launch.tree import Tree
 from stages.desired import write_desired
 from stages.rundir import RunDir
 from tests.fake_slurm import FakeSlurm, Job, short_looks, slurm_in_memory
@@ -319,3 +320,13 @@ def test_without_follow_the_command_ends_when_the_job_is_submitted(
 
     assert resume.main([str(run.root)]) == 0
     assert "slurm job 42, attempt 1" in capsys.readouterr().out
+
+
+def test_the_command_to_start_over_moves_the_run_aside_and_makes_the_same_one(run: RunDir) -> None:
+    """What a run without checkpoint is told to do."""
+    words = [f"launch.run_dir={run.root}", "launch.replace_finished=true"]
+
+    again = pipeline.create_run(pipeline.prepare(words, Tree(str(run.root))))
+
+    assert again.run_id != run.run_id
+    assert load(again.config_yaml).batch_size == load(run.root.with_name("run.1") / "config.yaml").batch_size
