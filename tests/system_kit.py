@@ -18,6 +18,7 @@ from urllib.parse import urlparse
 
 from launch.steps import STEP_ID_VARIABLE
 from stages.files import list_names, read_json
+from tests.network_kit import descendants, listening
 
 START_DEADLINE_S = 240.0
 DEATH_DEADLINE_S = 15.0
@@ -30,6 +31,8 @@ class SystemRun:
     run_dir: Path
     process: subprocess.Popen[str]
     ports: set[int] = field(default_factory=set)
+    listening: set[tuple[str, int]] = field(default_factory=set)
+    command_lines: list[str] = field(default_factory=list)
 
     def wait_until(self, what: str, look: Callable[[], Any], deadline_s: float = START_DEADLINE_S) -> Any:
         end = time.monotonic() + deadline_s
@@ -49,6 +52,14 @@ class SystemRun:
         """Until optimizer step `step` (from 0) was trained: every stage has worked by then."""
         self.wait_until(f"step {step}", lambda: (self.run_dir / f"batches/step_{step:06d}/trained.json").exists())
         self.note_ports()
+        self.note_what_others_see()
+
+    def note_what_others_see(self) -> None:
+        """What every user of the machine can look at: addresses on which the run's processes listen, their command lines."""
+        run_id = self.record("run.json")["run_id"]
+        pids = [pid for pid, mark in marked_processes() if mark.startswith(f"{run_id}.")] + descendants(self.process.pid)
+        self.listening |= listening(pids)
+        self.command_lines += [command_line(pid) for pid in pids]
 
     def note_ports(self) -> None:
         for name in list_names(self.run_dir / "instances"):

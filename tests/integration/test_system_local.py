@@ -97,6 +97,18 @@ def test_nothing_of_a_run_is_readable_by_others_and_the_token_is_in_no_log(finis
     assert token not in logs
 
 
+def test_the_token_is_on_no_command_line(finished: SystemRun) -> None:
+    token = (finished.run_dir / "token").read_text().strip()
+
+    assert any("stages.rollout.server" in line for line in finished.command_lines)
+    assert [line for line in finished.command_lines if token in line] == []
+
+
+def test_a_run_on_one_node_listens_on_loopback_only(finished: SystemRun) -> None:
+    assert finished.ports <= {port for _, port in finished.listening}
+    assert {address for address, _ in finished.listening} == {"127.0.0.1"}
+
+
 def kill_supervisor(run: SystemRun) -> None:
     os.kill(run.record("attempts/0/state.json")["pid"], signal.SIGKILL)
 
