@@ -15,7 +15,6 @@ import argparse
 import gc
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -89,22 +88,16 @@ def measure(folder: Path, parameters: float, offload: float | None, options: arg
     with open_context("trainer", run.root, name="trainer") as context, connected(context, tp=1) as grid:
         policy = Policy.load(folder / "model", context.config, grid)
         policy.update(random_batch(), None, version=0, learning_rate=1e-3)
-        checkpoints = Checkpoints(context, policy, grid)
-
-        def save(step: int) -> None:
-            checkpoints.save(step)
-
-        def load(_step: int) -> None:
-            checkpoints.resume(steps_to_try(run, TrainerRanks(grid)))
-
+        checkpoints, path = Checkpoints(context, policy, grid), folder / "state.pt"
+        actions: dict[str, Callable[[int], object]] = {
+            "save_s": checkpoints.save,
+            "torch_save_s": lambda _step: torch_save(state_to_save(policy.trainable), path),
+            "load_s": lambda _step: checkpoints.resume(steps_to_try(run, TrainerRanks(grid))),
+            "torch_load_s": lambda _step: torch.load(path, weights_only=True),
+        }
         with redirect_stdout(sys.stderr):
-            saves, loads = timed(save, options.repeat), timed(load, options.repeat)
-        num_bytes = sum(path.stat().st_size for path in run.checkpoint(options.repeat).iterdir())
-        shutil.rmtree(run.checkpoints)
-        tensors = state_to_save(policy.trainable)
-        path = folder / "state.pt"
-        torch_saves = timed(lambda _step: torch_save(tensors, path), options.repeat)
-        torch_loads = timed(lambda _step: torch_load(path), options.repeat)
+            seconds = in_turn(actions, options.repeat, path)
+        num_bytes = sum(file.stat().st_size for file in run.checkpoint(options.repeat).iterdir())
         count = sum(parameter.numel() for parameter in policy.trainable.module.parameters())
     return {
         "parameters": count,
@@ -112,22 +105,22 @@ def measure(folder: Path, parameters: float, offload: float | None, options: arg
         "dtype": options.dtype,
         "offload": offload,
         "bytes": num_bytes,
-        "save_s": median(saves),
-        "load_s": median(loads),
-        "torch_save_s": median(torch_saves),
-        "torch_load_s": median(torch_loads),
+        **{name: round(median(found), 4) for name, found in seconds.items()},
     }
 
 
-def timed(action: Callable[[int], None], repeat: int) -> list[float]:
-    seconds = []
+def in_turn(actions: dict[str, Callable[[int], object]], repeat: int, path: Path) -> dict[str, list[float]]:
+    """Seconds of every action, all of them in each round: whatever else the machine does meets all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
     for step in range(1, repeat + 1):
-        gc.collect()
-        started_s = time.monotonic()
-        action(step)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append(time.monotonic() - started_s)
+        path.unlink(missing_ok=True)  # every save writes a new file
+        for name, action in actions.items():
+            gc.collect()
+            started_s = time.monotonic()
+            action(step)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds[name].append(time.monotonic() - started_s)
     return seconds
 
 
@@ -137,10 +130,6 @@ def torch_save(tensors: dict[str, torch.Tensor], path: Path) -> None:
         torch.save({name: tensor.detach().clone() for name, tensor in tensors.items()}, file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def torch_load(path: Path) -> None:
-    torch.load(path, weights_only=True)
 
 
 def make_model(folder: Path, parameters: float) -> None:
