@@ -54,7 +54,7 @@ def _shapes(facts: SlurmFacts) -> Finding:
         return ok("nodes", f"{len(facts.nodes)} alike: {next(iter(groups))}", "plan with this shape (hardware.*)")
     seen = "; ".join(f"{nodes(node.name for node in alike)}: {shape}" for shape, alike in groups.items())
     return note(
-        "nodes", seen, "plan with the smallest; choose one kind with slurm.partition or slurm.extra=[--constraint=...]"
+        "nodes", seen, "plan with the smallest; choose one kind with slurm.partition or slurm.constraint"
     )
 
 
