@@ -18,10 +18,10 @@ from launch import pipeline, resume
 from launch.executors import submit
 from launch.submission import Submission
 from stages.files import make_directory
-from stages.rundir import RunDir
 from tests.fake_runs import WORKING, await_ready, go, processes_of, state, until
 from tests.fake_stages import STEPS_PER_ATTEMPT, entry
 from tests.made_runs import take_away
+from tests.people_kit import people, told
 
 TASKS = ("trainer.0", "controller.0", "rollout_000.0")
 LIMIT_S = 20.0
@@ -61,16 +61,6 @@ def over(submission: Submission) -> tuple[str, str]:
     until(lambda: submission.poll()[0] in ("succeeded", "failed"), LIMIT_S, "the end of the run")
     until(lambda: not processes_of(submission.run), LIMIT_S, "the end of all processes")
     return submission.poll()
-
-
-def people(command: str, run: RunDir, *words: str) -> subprocess.CompletedProcess[str]:
-    command_line = [sys.executable, "-m", f"launch.{command}", str(run.root), *words]
-    return subprocess.run(command_line, capture_output=True, text=True, timeout=90, check=False)
-
-
-def told(run: RunDir) -> tuple[str, int]:
-    done = people("status", run, "--json")
-    return json.loads(done.stdout)["state"], done.returncode
 
 
 def test_another_terminal_sees_a_local_run_and_its_end(start: Start) -> None:

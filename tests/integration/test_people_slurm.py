@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,7 +25,9 @@ from stages.rundir import RunDir
 from tests.fake_runs import WORKING, await_ready, go, processes_of, state, until
 from tests.fake_stages import STEPS_PER_ATTEMPT, entry
 from tests.made_runs import take_away
+from tests.people_kit import Open, people, terminal, told
 
+__all__ = ["terminal"]
 pytestmark = pytest.mark.slurm
 
 TASKS = ("trainer.0", "controller.0", "rollout_000.0", "rollout_001.0")
@@ -94,77 +95,6 @@ def blocker(slurm_conf: Path) -> Iterator[int]:
     yield job_id
     slurm.cancel_job(job_id)
     until(lambda: slurm.query(job_id)[0].phase.is_over, LIMIT_S, "the end of the job in the way")
-
-
-def people(command: str, run: RunDir, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", f"launch.{command}", str(run.root), *words],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-
-
-def told(run: RunDir) -> tuple[str, int]:
-    """(state, exit code) that launch.status tells."""
-    done = people("status", run, "--json")
-    return json.loads(done.stdout)["state"], done.returncode
-
-
-class Terminal:
-    """A command that stays, and what it has printed so far."""
-
-    def __init__(self, command: str, run: RunDir, *words: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", f"launch.{command}", str(run.root), *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        self.lines.extend(iter(self.process.stdout.readline, ""))
-
-    @property
-    def text(self) -> str:
-        return "".join(self.lines)
-
-    def shows(self, words: str, deadline_s: float = LIMIT_S) -> None:
-        try:
-            until(lambda: words in self.text, deadline_s, f"{words!r}")
-        except AssertionError as late:
-            raise AssertionError(f"{late}; it shows:\n{self.text}") from None
-
-    def ctrl_c(self) -> None:
-        os.kill(self.process.pid, signal.SIGINT)
-
-    def code(self, deadline_s: float = LIMIT_S) -> int:
-        code = self.process.wait(deadline_s)
-        self._reader.join(LIMIT_S)
-        return code
-
-
-@pytest.fixture
-def terminal() -> Iterator[Callable[..., Terminal]]:
-    opened: list[Terminal] = []
-
-    def open_one(command: str, run: RunDir, *words: str) -> Terminal:
-        opened.append(Terminal(command, run, *words))
-        return opened[-1]
-
-    yield open_one
-    for one in opened:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.wait(LIMIT_S)
-
-
-Open = Callable[..., Terminal]
 
 
 # ---- waiting -------------------------------------------------------------------------------------------------------------
