@@ -26,7 +26,7 @@ from planner.errors import PlanError
 from planner.search import make_plan
 from planner.validate import start_problems
 from stages.files import wait_for, write_bytes_atomic
-from stages.rundir import RunDir, RunInUseError
+from stages.rundir import NotPrivateError, RunDir, RunInUseError
 from stages.warmup.key import damage
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def create_run(prepared: Prepared) -> RunDir:
     with occupancy.claimed(prepared.run_dir, replace_finished=config.launch.replace_finished) as aside:
         try:
             run = RunDir.create(prepared.run_dir, extra=about)
-        except RunInUseError as error:
+        except (RunInUseError, NotPrivateError) as error:
             raise ConfigError([f"launch.run_dir: {error}"]) from error
     if aside is not None:
         print(f"the earlier run was moved to {aside}", flush=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.files import list_names, make_directory, read_json, write_json_atomic
+from stages.privacy import make_private, writable_by_others
 from stages.publication import Publication
 
 SCHEMA_VERSION = 1
@@ -39,6 +40,10 @@ class RunNotFoundError(RunDirectoryError):
 
 class RunInUseError(RunDirectoryError):
     """The directory already holds a run (or other files)."""
+
+
+class NotPrivateError(RunDirectoryError):
+    """Other users could read the run directory, or put something into it that the run would execute."""
 
 
 class FencedError(RuntimeError):
@@ -68,14 +73,16 @@ class RunDir:
     def create(cls, root: Path, *, extra: dict[str, Any] | None = None) -> RunDir:
         """Make a new run in `root`, with attempt 0 and a random run id.
 
-        Raises RunInUseError when `root` exists and is not empty, or when another process makes a run there right now.
+        Raises RunInUseError when `root` exists and is not empty, or when another process makes a run there right now,
+        NotPrivateError where it cannot be kept from other users.
         """
         root = root.absolute()
         in_use = f"{root} is not empty; choose another launch.run_dir or remove the directory"
         if list_names(root):
             raise RunInUseError(in_use)
         make_directory(root)
-        root.chmod(0o700)
+        if problem := make_private(root):
+            raise NotPrivateError(f"{problem}; choose another launch.run_dir")
         try:
             (root / "attempts").mkdir(mode=0o700)  # of two launchers, one makes this
         except FileExistsError:
@@ -97,8 +104,13 @@ class RunDir:
 
     @classmethod
     def open(cls, root: Path, *, writer: str, attempt: int | None = None) -> RunDir:
-        """Open the run in `root`. Without `attempt`, the newest attempt. Raises RunNotFoundError, RunDirectoryError."""
+        """Open the run in `root`. Without `attempt`, the newest attempt.
+
+        Raises RunNotFoundError, NotPrivateError when others may write into it, RunDirectoryError for another layout.
+        """
         root = root.absolute()
+        if problem := writable_by_others(root):
+            raise NotPrivateError(problem)
         record = read_json(root / "run.json")
         if record is None:
             raise RunNotFoundError(f"{root} holds no run (no run.json); a run is made by `python -m launch`")
