@@ -88,11 +88,14 @@ def with_allocation(composed: Composed, environ: Mapping[str, str]) -> Composed:
         return replace(composed, config=config, conflicts=(*composed.conflicts, str(error)))
     changed = list(changes(composed.config, config))
     words = ", ".join(f"{name} {_shown(old)} -> {_shown(new)}" for name, old, new in changed if name != "launch.mode")
+    said = [f"this run takes {where.given}{f': {words}' if words else ''} ({SUBMIT})"]
+    if config.launch.setup:
+        said.append("launch.setup is not run here: the steps get the environment of this shell")
     return replace(
         composed,
         config=config,
         sources={**sources, **{name: ALLOCATION for name, _, _ in changed}},
-        said=(*composed.said, f"this run takes {where.given}{f': {words}' if words else ''} ({SUBMIT})"),
+        said=(*composed.said, *said),
     )
 
 

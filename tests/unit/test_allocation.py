@@ -186,6 +186,13 @@ def test_inside_a_job_the_run_takes_what_the_job_has(inside: Callable[..., Compo
     assert composed.said[0].endswith("(launch.mode=slurm submits a job of its own instead)")
 
 
+def test_lines_for_the_job_script_are_not_run_in_a_shell_that_is_there(inside: Callable[..., Composed]) -> None:
+    environ = SALLOC | {"SLURM_JOB_CPUS_PER_NODE": "4(x2)"}
+    composed = inside("cluster=devcluster", "launch.setup=[module load cuda]", environ=environ)
+
+    assert composed.said[1] == "launch.setup is not run here: the steps get the environment of this shell"
+
+
 @pytest.mark.parametrize(
     ("words", "mode"),
     [

@@ -207,7 +207,8 @@ def test_lines_of_the_site_go_into_the_script() -> None:
 
 
 def test_a_local_run_that_nobody_follows_is_named() -> None:
-    assert "set launch.follow=true" in found("launch.mode=local", "launch.follow=false")
+    for mode in ("local", "allocation"):
+        assert "set launch.follow=true" in found(f"launch.mode={mode}", "launch.follow=false")
 
 
 @pytest.mark.parametrize(
