@@ -145,7 +145,7 @@ def is_reached(path: Path) -> bool:
         except PermissionError:
             continue
         except OSError as error:
-            if error.errno in (errno.ENOTDIR, errno.ECONNREFUSED, errno.EPROTOTYPE):
+            if error.errno in (errno.ENOTDIR, errno.ECONNREFUSED, errno.ENXIO):
                 continue
             raise
         return True
