@@ -19,8 +19,8 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     sizes = [int(one.item()) for one in lengths]
     for size in sizes:
         check_size(size)
-    mine = torch.zeros(max(sizes), dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    padded = bytearray(data.ljust(max(1, *sizes), b"\0"))
+    mine = torch.frombuffer(padded, dtype=torch.uint8)
     gathered = [torch.empty_like(mine) for _ in sizes]
     dist.all_gather(gathered, mine, group=group)
     return [one[:size].numpy().tobytes() for one, size in zip(gathered, sizes, strict=True)]
