@@ -68,7 +68,7 @@ def node_report(rank: int, world: int = 2) -> dict[str, Any]:
             "below": 31000,
             "address": f"10.0.0.{rank}",
             "no_address": "",
-            "reached": {"address": "", "name": ""},
+            "reached": {"address": ""},
         },
         "filesystem": {
             "kind": "nfs4",

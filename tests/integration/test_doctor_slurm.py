@@ -112,7 +112,6 @@ def test_what_only_nodes_can_tell_was_measured(healthy: Diagnosis) -> None:
         "--gpus-per-node=0": "ok",
         "steps side by side": "ok",
         "nodes reach one another": "ok",
-        "nodes know one another's names": "ok",
         "seen by other nodes": "ok",
         "exclusive creation": "ok",
         "replacing a record": "ok",

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 from launch.doctor.order import Order, read_order
 from launch.doctor.probes.collective import NETWORK, NODE
 from stages.files import make_directory, read_json, wait_for, write_json_atomic
+from stages.rollout.address import node_address
 
 LOOPBACK = "127.0.0.1"
 BYTES = {"nccl": 256 << 20, "gloo": 8 << 20}
@@ -101,9 +102,9 @@ def _measure(order: Order, ring: Ring) -> dict[str, float]:
 def _meet(order: Order, ring: Ring, timeout: timedelta) -> TCPStore:
     path = order.path / "rendezvous.json"
     if ring.rank == 0:
-        alone = ring.nodes == 1
-        listener = socket.create_server((LOOPBACK if alone else "", 0), backlog=ring.ranks)
-        host, port = LOOPBACK if alone else socket.getfqdn(), listener.getsockname()[1]
+        host = LOOPBACK if ring.nodes == 1 else node_address()
+        listener = socket.create_server((host, 0), backlog=ring.ranks)
+        port = listener.getsockname()[1]
         store = TCPStore(
             host,
             port,

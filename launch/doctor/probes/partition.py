@@ -53,9 +53,7 @@ def _shapes(facts: SlurmFacts) -> Finding:
     if len(groups) == 1:
         return ok("nodes", f"{len(facts.nodes)} alike: {next(iter(groups))}", "plan with this shape (hardware.*)")
     seen = "; ".join(f"{nodes(node.name for node in alike)}: {shape}" for shape, alike in groups.items())
-    return note(
-        "nodes", seen, "plan with the smallest; choose one kind with slurm.partition or slurm.constraint"
-    )
+    return note("nodes", seen, "plan with the smallest; choose one kind with slurm.partition or slurm.constraint")
 
 
 def _shape(node: NodeFacts) -> str:

@@ -6,7 +6,7 @@ import random
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ CALL_S = 5.0
 def measure(scene: Scene) -> dict[str, Any]:
     """`floor`, `ceiling`: the ephemeral range. `below`: a port under it that could be bound, 0 for none.
 
-    `reached`: how the next node was reached: by the "address" that a rollout server publishes, by the "name" that the
-    trainer's rank 0 publishes; "" where it was, else the error. Empty for a single node.
+    `reached`: whether the next node was reached by the "address" that its servers and ranks publish: "" where it was, else
+    the error. Empty for a single node.
     """
     floor, ceiling = (int(word) for word in RANGE_FILE.read_text().split())
     try:
@@ -52,14 +52,10 @@ def bound_below(address: str, floor: int) -> int:
 def _reach_next(scene: Scene, address: str) -> dict[str, str]:
     token = scene.order.token.encode()
     first_meeting_s = scene.order.limits.import_s + scene.order.limits.peers_s
-    with ExitStack() as stack:
-        ports = [stack.enter_context(_answering(host, token)) for host in (address, "")]
-        scene.meeting.say("ports", address=address, name=socket.getfqdn(), ports=ports)
+    with _answering(address, token) as port:
+        scene.meeting.say("ports", address=address, port=port)
         there = scene.meeting.hear("ports", (scene.rank + 1) % scene.world, first_meeting_s)
-        reached = {
-            "address": _call(there["address"], there["ports"][0], token),
-            "name": _call(there["name"], there["ports"][1], token),
-        }
+        reached = {"address": _call(there["address"], there["port"], token)}
         # Nobody closes before everybody has called.
         scene.meeting.say("called")
         scene.meeting.hear_all("called", deadline_s=first_meeting_s)
@@ -132,17 +128,18 @@ def _below(facts: Report) -> str:
 def _reach(answers: dict[str, Report]) -> list[Finding]:
     if len(answers) < 2:
         return [not_tried("nodes reach one another", "one node only (--nodes 2)", "find out with the first run")]
-    return [
-        _reached(answers, "address", "nodes reach one another", "let the controller ask rollout servers by address"),
-        _reached(answers, "name", "nodes know one another's names", "let trainer ranks meet at rank 0's host name"),
-    ]
+    return [_reached(answers)]
 
 
-def _reached(answers: dict[str, Report], how: str, name: str, libra: str) -> Finding:
-    failed = {node: facts["reached"][how] for node, facts in answers.items() if facts["reached"].get(how)}
+def _reached(answers: dict[str, Report]) -> Finding:
+    name, libra = (
+        "nodes reach one another",
+        "let the controller ask rollout servers, and trainer ranks meet, by address",
+    )
+    failed = {node: facts["reached"]["address"] for node, facts in answers.items() if facts["reached"].get("address")}
     if failed:
-        seen = f"a connection by {how} failed from {by_value(failed)}"
+        seen = f"a connection by address failed from {by_value(failed)}"
         return problem(name, seen, f"not be able to {libra}; ask the administrators (firewall, name service)")
-    if any(how not in facts["reached"] for facts in answers.values()):
+    if any("address" not in facts["reached"] for facts in answers.values()):
         return note(name, "not from every node", libra)
-    return ok(name, f"TCP by {how} between {len(answers)} nodes, ports of the kernel's choice", libra)
+    return ok(name, f"TCP by address between {len(answers)} nodes, ports of the kernel's choice", libra)
