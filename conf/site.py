@@ -45,7 +45,10 @@ class LaunchConfig:
         False, effect="Move a run directory that is not in use aside (to NAME.1, NAME.2, ...) instead of refusing"
     )
     cache_dir: str = option(
-        "", effect="Folder of made starter policies; empty means $XDG_CACHE_HOME/libra or ~/.cache/libra", unit="path"
+        "",
+        effect="Folder of made starter policies, and of what is known about tasks; empty means $XDG_CACHE_HOME/libra or"
+        " ~/.cache/libra",
+        unit="path",
     )
     python: str = option(
         "",

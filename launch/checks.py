@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.schema import LibraConfig
+from launch import known_tasks
 from launch.containers import is_contained
 from planner.architecture import Architecture
 from planner.validate import reload_method_problems, start_problems
@@ -35,12 +36,12 @@ def argument_problems(config: LibraConfig) -> list[str]:
 
 def before_start(config: LibraConfig, arch: Architecture) -> list[str]:
     """What stands against a real start, beside the machine's own state (`launch/machine.py`)."""
-    task, task_problems = make_task(config)
+    chat, task_problems = task_facts(config)
     return [
         *start_problems(config, arch),
         *reload_method_problems(config, None if is_contained(config) else installed_vllm(config.launch.python)),
         *task_problems,
-        *tokenizer_problems(config, chat=task is not None and task.chat),
+        *tokenizer_problems(config, chat=chat),
     ]
 
 
@@ -58,6 +59,17 @@ def installed_vllm(python: str) -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
+
+
+def task_facts(config: LibraConfig) -> tuple[bool, list[str]]:
+    """(the task puts prompts through a chat template, why it cannot be made). It is made once; then its facts are known."""
+    known = known_tasks.remembered(config)
+    if known is not None:
+        return known, []
+    task, problems = make_task(config)
+    if task is not None:
+        known_tasks.remember(config, chat=task.chat)
+    return task is not None and task.chat, problems
 
 
 def make_task(config: LibraConfig) -> tuple[Task | None, list[str]]:
