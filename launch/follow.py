@@ -43,13 +43,14 @@ def follow(
     gone_s: float | None = None
     while True:
         state = run.read(run.state_json) or {}
+        notes.attempt(run, state)
         notes.stages(run, state)
         for record in metrics.new():
             show(display, record)
         newest = run.newest_attempt()
         if newest > run.attempt:
             run = RunDir(run.root, run.run_id, newest, run.writer)
-            notes.attempt(run)
+            notes.next_attempt()
             continue
         if state.get("phase") in ENDED:
             return finish(run, state)
@@ -110,7 +111,7 @@ class Notes:
         self._said: set[str] = set()
         self._steps: dict[str, tuple[Any, Any]] = {}
         self._starts: dict[str, int] = {}
-        self._attempt: int | None = None
+        self._is_new = False
 
     def _once(self, text: str) -> None:
         if text not in self._said:
@@ -126,11 +127,18 @@ class Notes:
         if sign.is_news and sign.words:
             self._display.note(sign.words)
 
-    def attempt(self, run: RunDir) -> None:
+    def next_attempt(self) -> None:
+        self._said, self._steps, self._starts = set(), {}, {}
+        self._is_new = True
+
+    def attempt(self, run: RunDir, state: dict[str, Any]) -> None:
+        """A further attempt, once it is written down why there is one; its folder is there a moment before."""
         record = run.read(run.attempt_json) or {}
+        if not self._is_new or not (record or state):
+            return
+        self._is_new = False
         why = f" ({record['reason']})" if record.get("reason") else ""
         where = f", from step {record['resumed_step']}" if record.get("resumed_step") else ""
-        self._said, self._steps, self._starts = set(), {}, {}
         self._display.note(f"attempt {run.attempt}{why}{where}")
 
     def stages(self, run: RunDir, state: dict[str, Any]) -> None:

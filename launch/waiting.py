@@ -108,12 +108,20 @@ def _folded(job: int, components: Sequence[Sequence[str]]) -> QueuedJob:
         job_id=job,
         state=state,
         reason=next((reason for reason in reasons if reason not in ("", "None")), reasons[0]),
-        nodes=tuple(host for cells in components for host in slurm.expand_nodes(cells[2])),
+        nodes=tuple(host for cells in components for host in _hosts(cells[2])),
         start=None if None in starts else max(start for start in starts if start is not None),
         left_s=min(lefts, default=None),
         priority=int(priority) if priority.isdigit() else 0,
         partitions=tuple(partitions),
     )
+
+
+def _hosts(nodelist: str) -> list[str]:
+    """What Slurm would not call a node list is shown as it is: here it is only for people."""
+    try:
+        return slurm.expand_nodes(nodelist)
+    except ValueError:
+        return [nodelist]
 
 
 def when(text: str) -> float | None:

@@ -31,6 +31,7 @@ def people(command: str, run: RunDir, *words: str) -> subprocess.CompletedProces
 def told(run: RunDir) -> tuple[str, int]:
     """(state, exit code) that launch.status tells."""
     done = people("status", run, "--json")
+    assert done.stdout, done.stderr
     return json.loads(done.stdout)["state"], done.returncode
 
 

@@ -11,14 +11,16 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from launch import pipeline, resume, slurm
+from launch import pipeline, resume, slurm, truth
 from launch.errors import LibraError
 from launch.executors import submit
+from launch.report import report, text
 from launch.submission import Submission
 from stages.files import list_names, make_directory
 from stages.rundir import RunDir
@@ -186,9 +188,24 @@ def test_a_followed_run_ends_with_the_exit_code_of_its_cause(start: Start, termi
     job.is_over()
 
 
-def test_a_requeued_run_is_followed_through_the_queue_into_its_next_attempt(start: Start, terminal: Open) -> None:
-    """The signal that Slurm sends before the time limit; the private Slurm lets a requeued job wait for about half a minute."""
+def test_a_requeued_run_is_followed_through_the_queue_into_its_next_attempt(
+    start: Start, terminal: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal that Slurm sends before the time limit; the private Slurm lets a requeued job wait for about half a minute.
+
+    All the time somebody asks for the status, which must have an answer at any moment.
+    """
     job = start(TRAINING).is_up()
+    monkeypatch.setattr(truth, "LOOK_S", 0.0)
+    states, asking = list[str](), threading.Event()
+
+    def ask() -> None:
+        while not asking.wait(0.05):
+            said = report(truth.tell_one(job.run.root), disk_budget_s=0.05)
+            states.append(said.state if text(said) else "")
+
+    asker = threading.Thread(target=ask, daemon=True)
+    asker.start()
     follower = terminal("follow", job.run)
     follower.shows("trainer: running")
 
@@ -203,6 +220,10 @@ def test_a_requeued_run_is_followed_through_the_queue_into_its_next_attempt(star
     go(later)
     assert follower.code(REQUEUE_S) == 0
     assert told(later) == ("succeeded", 0)
+    asking.set()
+    asker.join(LIMIT_S)
+    assert states[-1] == "succeeded"
+    assert set(states) <= {"running", "stopping", "requeued", "starting", "succeeded"}
     shown = people("status", later).stdout
     assert f"1 (requeue, from step {STEPS_PER_ATTEMPT}; before it: 0 requeued)" in shown
     job.is_over()

@@ -168,6 +168,20 @@ def test_the_last_words_of_an_attempt_are_said_before_the_next_one(run: RunDir) 
     assert shown.index("trainer: ended") < shown.index("attempt 1 (chain), from step 4")
 
 
+def test_an_attempt_is_said_once_it_is_known_why_it_is(run: RunDir) -> None:
+    later = RunDir(run.root, run.run_id, 1, "supervisor")
+    record = {"job_id": "41", "resumed_step": 4, "reason": "requeue", "previous": 0}
+    clock = Clock(
+        lambda: says(run, "requeued"),
+        lambda: run.start_attempt(1),
+        nothing,
+        lambda: later.write(later.attempt_json, record),
+        lambda: says(later, "succeeded"),
+    )
+
+    assert watched(run, clock).splitlines()[-1] == "attempt 1 (requeue), from step 4"
+
+
 def test_the_same_stage_is_said_again_in_another_attempt(run: RunDir) -> None:
     steps = {"trainer": {"state": "running", "started": 1.0}}
     clock = Clock(

@@ -92,6 +92,10 @@ def test_reasons_with_blanks_and_several_partitions_are_read() -> None:
     assert "down, drained or reserved" in reason_words(found.reason, 50)
 
 
+def test_a_node_list_that_is_none_is_shown_as_it_is() -> None:
+    assert parse("1|RUNNING|None|node[0|N/A|2:57|7|dev\n")[1].nodes == ("node[0",)
+
+
 def test_other_lines_are_skipped() -> None:
     assert parse("slurm_load_jobs: warning\n\n12_[1-5]|PENDING|Priority||N/A|1:00|5|gpu\n") == {}
 
