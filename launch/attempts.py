@@ -17,7 +17,7 @@ from launch.desired_steps import desired_steps
 from launch.local import link_log
 from planner.plan import Plan
 from stages.checkpoint import newest
-from stages.desired import write_desired
+from stages.desired import read_desired, write_desired
 from stages.files import list_names
 from stages.rundir import FencedError, RunDir, RunNotFoundError
 
@@ -109,7 +109,9 @@ def begin(base: RunDir, config: LibraConfig, *, mode: str, job_id: str, restarts
     run = replace(base, attempt=base.attempt + restarts)
     run.check_fence()
     if restarts:
-        reason = _start_again(run, base, config, mode=mode, job_id=job_id)
+        reason = _start_again(run, base, mode=mode, job_id=job_id)
+    if read_desired(run) is None:
+        write_desired(run, desired_steps(config, read_plan(run)))
     if run.read(run.attempt_json) is None:
         older = [int(name) for name in list_names(run.root / "attempts") if name.isdigit() and int(name) < run.attempt]
         record = {
@@ -122,7 +124,7 @@ def begin(base: RunDir, config: LibraConfig, *, mode: str, job_id: str, restarts
     return run
 
 
-def _start_again(run: RunDir, base: RunDir, config: LibraConfig, *, mode: str, job_id: str) -> str:
+def _start_again(run: RunDir, base: RunDir, *, mode: str, job_id: str) -> str:
     """Folders and records of an attempt that Slurm started; returns its reason."""
     if run.newest_attempt() == run.attempt:
         raise FencedError(f"attempt {run.attempt} of {run.root} has been started already, by another job than {job_id}")
@@ -132,17 +134,19 @@ def _start_again(run: RunDir, base: RunDir, config: LibraConfig, *, mode: str, j
     log = base.logs / "supervisor.log"
     (run.logs / "supervisor.log").symlink_to(os.path.relpath(log, run.logs))
     link_log(run.submitit, job_id)
-    write_desired(run, desired_steps(config, read_plan(run)))
     run.write(run.submission_json, {"mode": mode, "job_id": job_id})
     return _reason(said)
 
 
 def _reason(said: Mapping[str, object]) -> str:
-    """From the last word of the attempt before: without one, or with Slurm's own reason, the machine failed."""
+    """From what the attempt before said: without a word about its end, or with Slurm's own reason, the machine failed.
+
+    The word about its stop counts also when there was no time for a last one.
+    """
     stop = said.get("stop")
-    kind = stop.get("kind") if isinstance(stop, Mapping) else None
-    has_ended = said.get("phase") in ("requeued", "failed", "succeeded")
-    return "requeue" if has_ended and kind != "node_failure" else "node_failure"
+    if isinstance(stop, Mapping):
+        return "node_failure" if stop.get("kind") == "node_failure" else "requeue"
+    return "requeue" if said.get("phase") in ("failed", "succeeded") else "node_failure"
 
 
 def read_plan(run: RunDir) -> Plan:

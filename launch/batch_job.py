@@ -7,8 +7,10 @@ requeued it) has its Restarts raised before TERM arrives, which tells it from a 
 from __future__ import annotations
 
 import math
+import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -56,6 +58,16 @@ def _wall(text: str) -> float | None:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         return None
+
+
+@contextmanager
+def _term_ignored() -> Iterator[None]:
+    """The TERM of a requeued job goes to all its processes, also to the scontrol that asks for it (seen on 22.05)."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class BatchJob(Job):
@@ -133,20 +145,27 @@ class BatchJob(Job):
     def hand_over(self) -> None:
         if self._chained is not None:
             self._chained.start_attempt()
+            return
+        hosts = ",".join(self._excluded())
+        if hosts:
+            self._exclude(hosts)
 
     def _requeue(self) -> str:
         """Why Slurm refused; "" when the job is requeued. TERM comes right after, so this is the last thing to do."""
         try:
-            slurm.command(["scontrol", "requeue", self.job_id])
+            with _term_ignored():
+                slurm.command(["scontrol", "requeue", self.job_id])
         except slurm.SlurmCommandError as error:
             return str(error)
-        hosts = ",".join(self._excluded())
-        if hosts:
-            try:
-                slurm.command(["scontrol", "update", f"JobId={self.job_id}", f"ExcNodeList={hosts}"])
-            except slurm.SlurmCommandError as error:
-                print(f"warning: the job may get the nodes {hosts} again: {error}", flush=True)
         return ""
+
+    def _exclude(self, hosts: str) -> None:
+        """Of the requeued job, which alone may be changed. After the last word: KILL may come at any time."""
+        try:
+            with _term_ignored():
+                slurm.command(["scontrol", "update", f"JobId={self.job_id}", f"ExcNodeList={hosts}"])
+        except slurm.SlurmCommandError as error:
+            print(f"warning: the job may get the nodes {hosts} again: {error}", flush=True)
 
     def _ask(self, timeout_s: float = slurm.COMMAND_TIMEOUT_S) -> JobFacts | None:
         """None when Slurm does not answer."""

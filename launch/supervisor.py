@@ -238,10 +238,11 @@ class Supervisor:
         self._journal.note(stop={"kind": stop.kind, "reason": stop.reason})
         if stop.is_requeued:
             return stop  # Slurm has sent TERM to every step, and KILL follows soon
-        most_s = min(grace_s(self._times.latest()), self._job.time_left_s(exactly=True) - ENDING_S)
+        left_s = max(0.0, self._job.time_left_s(exactly=True))
+        most_s = min(grace_s(self._times.latest()), max(left_s - ENDING_S, left_s / 2))
         self._journal.event("stop", kind=stop.kind, reason=stop.reason, grace_s=round(most_s, 1))
         self._journal.phase("stopping")
-        self._interruption.allow(max(0.0, most_s))
+        self._interruption.allow(most_s)
         write_stop_request(self._run, StopRequest("checkpoint", stop.reason, most_s))
         end_s = self._clock() + most_s
         while self._clock() < end_s:

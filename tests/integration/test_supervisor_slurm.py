@@ -11,77 +11,23 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from conf.schema import LibraConfig
 from launch import slurm
 from launch.executors import SubmitError, submit
-from launch.submission import SlurmSubmission
-from planner.plan import Plan
-from tests.fake_runs import await_ready, fake_config, fake_plan, fake_run, go, processes_of, state, until
+from tests.fake_runs import fake_plan, fake_run, go, state
 from tests.fake_stages import entry
+from tests.slurm_kit import SERVING, WORKING, Start, slurm_config, slurm_runs
 
 pytestmark = pytest.mark.slurm
-
-TASKS = ["trainer.0", "trainer.1", "controller.0", "rollout_000.0", "rollout_001.0"]
-SERVING = {"trainer": {"do": "serve"}}
-WORKING = {"trainer": {"do": "work"}}
-LIMIT_S = 15.0
-"""From a death to the end of everything."""
-
-
-def slurm_config() -> LibraConfig:
-    """Two nodes of the development cluster."""
-    config = fake_config("slurm")
-    config.hardware.gpus_per_node = 2
-    config.slurm.partition = "dev"
-    config.slurm.mem_per_node_bytes = 2e9
-    config.slurm.time_min = 10
-    return config
-
-
-class SlurmRun:
-    def __init__(self, root: Path, plan: Plan, behaviours: dict[str, dict[str, Any]]) -> None:
-        self.config = slurm_config()
-        self.run = fake_run(root, self.config, plan, behaviours)
-        submission = submit(self.config, plan, self.run, entry=entry)
-        assert isinstance(submission, SlurmSubmission)
-        self.submission = submission
-        self.job_id = int(submission.job_id)
-        self.pids = await_ready(self.run, TASKS)
-
-    def end(self) -> tuple[str, str]:
-        """The run's last word, once its job is over and no process of it is left."""
-        until(lambda: self.submission.poll()[0] in ("succeeded", "failed"), LIMIT_S, "the end of the run")
-        word = self.submission.poll()
-        until(lambda: slurm.fold(slurm.query(self.job_id)).phase.is_over, LIMIT_S, "the end of the job")
-        until(lambda: not processes_of(self.run), LIMIT_S, "the end of all processes")
-        return word
-
-    def slurms_verdict(self) -> list[tuple[str, str]]:
-        """(state, exit code) of each component."""
-        return [(part.state, part.exit_code) for part in slurm.query(self.job_id)]
-
-
-Start = Callable[..., SlurmRun]
 
 
 @pytest.fixture
 def start(tmp_path: Path, slurm_conf: Path) -> Iterator[Start]:
-    """The run directory has a blank in its name: script, commands and log names must be quoted right."""
-    made: list[SlurmRun] = []
-
-    def starter(behaviours: dict[str, dict[str, Any]] | None = None, plan: Plan | None = None) -> SlurmRun:
-        plan = plan or fake_plan("hetjob", train_gpus=2)
-        made.append(SlurmRun(tmp_path / "first light", plan, behaviours or {}))
-        return made[-1]
-
-    yield starter
-    for run in made:
-        slurm.cancel_job(run.job_id)
-        until(lambda run=run: slurm.fold(slurm.query(run.job_id)).phase.is_over, 30.0, "the cancelled job")  # type: ignore[misc]
+    with slurm_runs(tmp_path, slurm_conf) as starter:
+        yield starter
 
 
 def test_a_run_is_one_job_of_two_components_and_five_tasks(start: Start) -> None:
@@ -117,20 +63,12 @@ def cuda_devices(pid: int) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    "victim, said",
-    [
-        ("trainer.1", "trainer: rank 1 killed by SIGKILL"),
-        ("controller.0", "controller: killed by SIGKILL"),
-        ("rollout_001.0", "rollout_001: killed by SIGKILL"),
-    ],
-)
-def test_a_killed_stage_ends_the_job_and_is_named(start: Start, victim: str, said: str) -> None:
+def test_a_killed_trainer_ends_the_job_and_is_named(start: Start) -> None:
     run = start(SERVING)
 
-    os.kill(run.pids[victim], signal.SIGKILL)
+    os.kill(run.pids["trainer.1"], signal.SIGKILL)
 
-    assert run.end() == ("failed", said)
+    assert run.end() == ("failed", "trainer: rank 1 killed by SIGKILL")
     assert run.submission.exit_code == 137
     assert run.slurms_verdict() == [("FAILED", "137:0"), ("FAILED", "137:0")]
 
@@ -170,10 +108,10 @@ def test_a_stage_that_raises_ends_the_job_with_its_exception(start: Start) -> No
 
 
 def test_the_job_has_the_stages_own_exit_code(start: Start) -> None:
-    run = start({"controller": {"do": "leave", "code": 7}})
+    run = start({"trainer": {"do": "leave", "code": 7, "ranks": [0]}})
     go(run.run)
 
-    assert run.end() == ("failed", "controller: exited 7")
+    assert run.end() == ("failed", "trainer: rank 0 exited 7")
     assert run.slurms_verdict() == [("FAILED", "7:0"), ("FAILED", "7:0")]
 
 
@@ -200,17 +138,6 @@ def test_a_cancelled_run_says_that_it_was_cancelled(start: Start, how: str) -> N
 
     assert run.end() == ("failed", "supervisor: the run was cancelled (SIGTERM)")
     assert run.submission.exit_code == 143
-
-
-def test_the_warning_before_the_time_limit_ends_the_run(start: Start) -> None:
-    run = start(SERVING)
-
-    slurm.signal_batch(run.job_id, "USR1")
-
-    word, reason = run.end()
-    assert word == "failed"
-    assert "raise slurm.time_min" in reason
-    assert run.slurms_verdict()[0] == ("FAILED", "124:0")
 
 
 def test_a_single_job_runs_the_same_steps(start: Start) -> None:

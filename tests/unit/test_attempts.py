@@ -32,7 +32,8 @@ def start(base: RunDir, restarts: int = 0, reason: str = "first") -> RunDir:
 
 
 def say(run: RunDir, phase: str, kind: str = "time_limit") -> None:
-    run.write(run.state_json, {"phase": phase, "stop": {"kind": kind, "reason": "..."}})
+    stop = {"stop": {"kind": kind, "reason": "..."}} if kind else {}
+    run.write(run.state_json, {"phase": phase, **stop})
 
 
 def test_the_first_attempt_starts_from_nothing(base: RunDir) -> None:
@@ -57,6 +58,17 @@ def test_a_job_that_slurm_runs_again_is_the_next_attempt_from_the_newest_checkpo
     desired = read_desired(second)
     assert desired is not None
     assert desired.phase == "run"
+
+
+def test_a_job_that_follows_another_makes_its_own_desired_state(base: RunDir) -> None:
+    start(base)
+    base.start_attempt(1)
+    following = replace(base, attempt=1)
+
+    begin(following, CONFIG, mode="slurm", job_id="52", restarts=0, reason="chain")
+
+    assert history(base)[-1] == Attempt(1, "52", 0, "chain", 0)
+    assert read_desired(following) is not None
 
 
 def test_the_older_attempt_is_fenced_out(base: RunDir) -> None:
@@ -89,7 +101,8 @@ def test_what_an_older_attempt_left_does_not_count(base: RunDir) -> None:
         ("requeued", "preempted", "requeue"),
         ("requeued", "node_failure", "node_failure"),
         ("running", "", "node_failure"),
-        ("failed", "time_limit", "requeue"),
+        ("stopping", "time_limit", "requeue"),
+        ("failed", "", "requeue"),
     ],
 )
 def test_the_last_word_of_an_attempt_says_why_there_is_another(

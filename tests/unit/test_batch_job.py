@@ -164,7 +164,10 @@ def test_a_job_is_requeued_by_its_leader(fake: FakeSlurm, run: RunDir) -> None:
 
 
 def test_bad_nodes_are_kept_from_the_job_that_runs_again(fake: FakeSlurm, run: RunDir) -> None:
-    job(run, excluded=("node3", "node7")).go_on(LIMIT)
+    found = job(run, excluded=("node3", "node7"))
+
+    found.go_on(LIMIT)
+    found.hand_over()
 
     assert fake.asked[-1] == ["scontrol", "update", "JobId=41", "ExcNodeList=node3,node7"]
 
@@ -172,7 +175,10 @@ def test_bad_nodes_are_kept_from_the_job_that_runs_again(fake: FakeSlurm, run: R
 def test_a_requeue_whose_nodes_cannot_be_excluded_is_still_one(fake: FakeSlurm, run: RunDir) -> None:
     fake.answers["update"] = slurm.SlurmCommandError("scontrol failed (1): Access denied")
 
-    assert job(run, excluded=("node3",)).go_on(LIMIT).how == "requeue"
+    found = job(run, excluded=("node3",))
+
+    assert found.go_on(LIMIT).how == "requeue"
+    found.hand_over()
 
 
 def test_where_requeueing_is_refused_a_job_follows(fake: FakeSlurm, run: RunDir) -> None:
