@@ -40,8 +40,9 @@ def meeting(context: StageContext) -> Iterator[Store]:
     if context.world_size == 1:
         yield HashStore()
     elif context.plan.train.nodes == 1:
-        # gloo's own connections stay on this host too.
+        # What gloo and NCCL open by themselves stays on this host too (NCCL with torch 2.11 tried on two GPUs).
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         path = _file(context)
         try:
             yield FileStore(str(path), context.world_size)
