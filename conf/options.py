@@ -8,6 +8,14 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, get_args, get_origin
 
+LARGEST_INT = 2**53
+"""No option counts more than this, and a float still holds it exactly."""
+LARGEST_FLOAT = 1e30
+"""What is computed from options multiplies a few of them: far below the largest float."""
+LARGEST_OF_UNIT = {"s": 1e9, "min": 1e7, "GPUs": 100_000}
+"""Where the declaration gives no other maximum. 1e9 s are 30 years; the waits of Python and of the system end at 9e9. The
+planner looks at every division of the GPUs."""
+
 
 def option(
     default: Any = MISSING,
@@ -25,13 +33,14 @@ def option(
 
     `effect` is one sentence about what changes when a user sets it; `reason` says why the default is what it is, where
     that is not obvious. `minimum` and `maximum` are inclusive, `above` is an exclusive lower bound; for a list they hold
-    for each element. `choices` lists the only accepted strings. `unit` may be left out for switches and choices.
+    for each element. `choices` lists the only accepted strings. `unit` may be left out for switches and choices; some units
+    bring a maximum with them.
     """
     metadata = {
         "effect": effect,
         "unit": unit,
         "minimum": minimum,
-        "maximum": maximum,
+        "maximum": LARGEST_OF_UNIT.get(unit) if maximum is None else maximum,
         "above": above,
         "choices": choices,
         "reason": reason,

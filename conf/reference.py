@@ -34,7 +34,7 @@ Every option is given as `name=value` on the command line, after `+experiment=..
 unknown one, a wrong type or a value outside the range is an error that names the option. `python -m launch
 launch.explain=NAME` prints one option, or a group, with the value it would have, where that was set and which code reads it;
 `python -m conf.reference --json` prints all of them for programs. Sizes are in bytes, rates in bytes/s, times in seconds unless
-the name says otherwise.
+the name says otherwise. Where no end of a range is given, numbers end at 1e30 and whole numbers at 2^53.
 
 An option that is *pending* is declared and checked, but what it stands for is not built yet: any value other than its default
 is refused with the sentence given here, never ignored.

@@ -6,20 +6,22 @@ only numbers that arrive as text (from `${oc.env:...}`, say) are read as the num
 
 from __future__ import annotations
 
+import math
 import re
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
-from conf.options import Option, declared
+from conf.options import LARGEST_FLOAT, LARGEST_INT, Option, declared
 from conf.schema import LibraConfig
 
 YES = frozenset({"true", "yes", "on"})
 NO = frozenset({"false", "no", "off"})
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 MANY = {int: "whole numbers", float: "numbers", str: "texts", bool: "true or false"}
+Number = TypeVar("Number", int, float)
 EXAMPLES = {int: "[1,2]", float: "[0.5,1]", str: "[a,b]", bool: "[true,false]"}
 
 
@@ -62,8 +64,11 @@ def convert(option: Option, value: Any) -> Any:
         if _is_mapping(option):
             return _plain(value, needs_mapping=True)
         return _scalar(option.element_type, value)
-    except (TypeError, OverflowError):
+    except TypeError:
         raise WrongTypeError(wanted(option) + _hint(option, value)) from None
+    except OverflowError:
+        largest = f"{LARGEST_INT} (2^53)" if option.element_type is int else f"{LARGEST_FLOAT:g}"
+        raise WrongTypeError(f"{wanted(option)} of at most {largest}") from None
 
 
 def wanted(option: Option) -> str:
@@ -118,13 +123,13 @@ def _scalar(kind: type, value: Any) -> Any:
         return value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is int and isinstance(value, int) and is_number:
-        return value
+        return _sized(value)
     if kind is int and isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value):
-        return int(value)
+        return _sized(_whole(value))
     if kind is float and is_number:
-        return float(value)
+        return _sized(float(value))
     if kind is float and isinstance(value, str):
-        return _number(value)
+        return _sized(_number(value))
     raise TypeError
 
 
@@ -133,11 +138,27 @@ def _is_utf8(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
+def _sized(value: Number) -> Number:
+    """Raises OverflowError for more than an option may be; nan and inf, which no range lets pass, have no size."""
+    largest = LARGEST_INT if isinstance(value, int) else LARGEST_FLOAT
+    if abs(value) > largest and value not in (math.inf, -math.inf):
+        raise OverflowError
+    return value
+
+
 def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
         raise TypeError from None
+
+
+def _whole(digits: str) -> int:
+    """Raises OverflowError for more digits than Python converts."""
+    try:
+        return int(digits)
+    except ValueError:
+        raise OverflowError from None
 
 
 def _switch(value: Any) -> bool:

@@ -38,7 +38,7 @@ def out_of_range(option: Option, value: Any) -> str:
         return f"{name}={value!r} is not one of {wanted}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         return f"{name}={value} is not a finite number"
     if option.above is not None and value <= option.above:
         return f"{name}={value} is not above {option.above:g}{unit}"

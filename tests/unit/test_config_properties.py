@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from conf.dump import dump
 from conf.load import load
-from conf.options import Option, declared, walk
+from conf.options import LARGEST_FLOAT, LARGEST_INT, Option, declared, walk
 from conf.schema import LibraConfig
 from conf.typed import assemble
 from launch.compose import Tree, compose, compose_with_sources, draft
@@ -26,7 +26,7 @@ MODEL = from_model_config(compose(["model=qwen2_5_7b"]).model)
 NUMBERS = [name for name, option in OPTIONS.items() if option.element_type in (int, float)]
 BOUNDED = [name for name in NUMBERS if OPTIONS[name].above is not None or OPTIONS[name].minimum is not None]
 CHOSEN = [name for name, option in OPTIONS.items() if option.choices]
-LARGEST_INT = 2**53
+LARGE_INTS = (str(LARGEST_INT + 1), str(-LARGEST_INT - 1), "9" * 400, f"'{'9' * 5000}'")
 WITHOUT_SHRINKING = (Phase.explicit, Phase.generate)
 """An example with a value for each option is read at once; making it smaller takes minutes."""
 
@@ -63,7 +63,7 @@ def scalars(option: Option, text: st.SearchStrategy[str]) -> st.SearchStrategy[A
 
 def bounds(option: Option) -> tuple[float, float]:
     below = option.above if option.above is not None else option.minimum
-    return (-1e300 if below is None else below, 1e300 if option.maximum is None else option.maximum)
+    return (-LARGEST_FLOAT if below is None else below, LARGEST_FLOAT if option.maximum is None else option.maximum)
 
 
 def mappings(text: st.SearchStrategy[str]) -> st.SearchStrategy[dict[str, Any]]:
@@ -185,12 +185,15 @@ def wrong_type(option: Option) -> st.SearchStrategy[str]:
     if option.type == dict[str, Any]:
         return st.sampled_from(sorted({"null", "3", "word", "[1]", "true"}))
     if option.is_list:
-        elements = {int: {"[1.5]", "[word]", "[null]"}, str: {"[1]", "[true]", "[null]"}}[option.element_type]
+        elements = {
+            int: {"[1.5]", "[word]", "[null]", *(f"[{text}]" for text in LARGE_INTS)},
+            str: {"[1]", "[true]", "[null]"},
+        }[option.element_type]
         return st.sampled_from(sorted(texts | elements | {"word", "3"}))
     kinds = {
         bool: {"2", "maybe", "0.5", "[true]"},
-        int: {"8.5", "1e3", "word", "true", "[1]", "nan"},
-        float: {"word", "true", "[1.0]", "1 GB", "50Gb"},
+        int: {"8.5", "1e3", "word", "true", "[1]", "nan", *LARGE_INTS},
+        float: {"word", "true", "[1.0]", "1 GB", "50Gb", "1.1e30", "-1e308", "9" * 400},
         str: {"[a]", "[7]", "{a: 7}"},  # 7, true and 1e-6 are text here
     }
     return st.sampled_from(sorted(texts | kinds[option.element_type]))

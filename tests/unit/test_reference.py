@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -147,6 +148,12 @@ def test_every_option_has_a_unit_and_an_effect() -> None:
     assert [option.name for option in declared(LibraConfig).values() if not (option.unit and option.effect)] == []
 
 
+def test_no_option_asks_for_a_wait_that_is_longer_than_the_system_can_wait() -> None:
+    waits = [option.maximum for option in declared(LibraConfig).values() if option.unit == "s"]
+
+    assert all(longest is not None and longest < threading.TIMEOUT_MAX for longest in waits)
+
+
 # ---- what is pending ---------------------------------------------------------------------------------------------
 
 
@@ -236,7 +243,9 @@ def test_a_pending_option_says_so_on_the_page() -> None:
     ("name", "type_wanted", "range_wanted"),
     [
         ("model_path", "str", "any"),
-        ("train_gpus", "int", ">= 1"),
+        ("train_gpus", "int", "1 to 100000"),
+        ("batch_size", "int", ">= 1"),
+        ("launch.stop_grace_s", "float", "0.1 to 1e9"),
         ("learning_rate", "float", ">= 0"),
         ("recompute_logprobs", "bool", "true, false"),
         ("top_p", "float", "0.01 to 1"),
