@@ -118,10 +118,10 @@ def test_of_a_big_file_only_the_end_is_read(tmp_path: Path) -> None:
         out.truncate(20 << 30)  # sparse
         out.seek(0, os.SEEK_END)
         out.write(b"\nfirst\nlast\n")
-    started_s = time.monotonic()
+    started_s = time.process_time()
 
     assert last_lines(path, 2)[0] == ["first", "last"]
-    assert time.monotonic() - started_s < 1.0
+    assert time.process_time() - started_s < 1.0
 
 
 def test_an_unfinished_last_line_is_shown_when_nothing_is_read_later(

@@ -316,12 +316,12 @@ def test_a_long_run_is_told_in_less_than_a_second(tmp_path: Path) -> None:
     run = made(tmp_path / "run", "succeeded")
     lines = [json.dumps(STEP | {"step": step, "total_steps": 200_000, "version": step + 1}) for step in range(50_000)]
     run.metrics_jsonl.write_text("\n".join(lines) + "\n")
-    started_s = time.monotonic()
+    started_s = time.process_time()  # of this process: the machine may be busy
 
     said = report(tell_one(run.root))
 
     assert said.progress.done == 50_000
-    assert time.monotonic() - started_s < 1.0
+    assert time.process_time() - started_s < 1.0
 
 
 # ---- list ----------------------------------------------------------------------------------------------------------------
