@@ -16,8 +16,7 @@ from datetime import datetime
 
 from launch import slurm
 from launch.chain import Chained
-from launch.job import Job, RestartRefusedError
-from launch.steps import tail
+from launch.job import CANCELLED, Job, RestartRefusedError, Termination
 from launch.stops import Requeued, Stop
 from stages.rundir import RunDir
 
@@ -25,6 +24,7 @@ ASK_S = 60.0
 """The limit is asked for again after so long: somebody may have changed it."""
 QUICK_S = 3.0
 """A supervisor that was asked to end has no time for a slow controller."""
+LOG_BYTES = 65536
 NODE_FAILURE = "DUE TO NODE FAILURE"
 """slurmstepd's word in the job's own output, of a job that ends because of one."""
 
@@ -96,6 +96,8 @@ class BatchJob(Job):
         self._facts: JobFacts | None = None
         self._asked_s = -math.inf
         self._chained: Chained | None = None
+        self._log = run.logs / "supervisor.log"
+        self._log_start = self._log.stat().st_size if self._log.exists() else 0
 
     @property
     def limit_s(self) -> float:
@@ -111,14 +113,27 @@ class BatchJob(Job):
         end = None if self._facts is None else self._facts.end
         return math.inf if end is None else end - self._wall()
 
-    def why_term(self) -> str:
+    def why_term(self) -> Termination:
         facts = self._ask(QUICK_S)
         if facts is None:
-            return "cancelled"
-        if facts.restarts > self._restarts:
-            said = tail(self._run.logs / "supervisor.log", lines=50)
-            return "node_failure" if any(NODE_FAILURE in line for line in said) else "requeued"
-        return "cancelled" if facts.preempted is None else "preempted"
+            return CANCELLED
+        is_requeued = facts.restarts > self._restarts
+        if NODE_FAILURE in self._said_since_start():
+            return Termination("node_failure", is_requeued)
+        if is_requeued:
+            return Termination("requeued", True)
+        if facts.preempted is not None:
+            return Termination("preempted")
+        return Termination("time_limit") if facts.end is not None and facts.end <= self._wall() else CANCELLED
+
+    def _said_since_start(self) -> str:
+        """The job's own output without that of its earlier runs, which ended for their own reasons."""
+        try:
+            with self._log.open("rb") as log:
+                log.seek(self._log_start)
+                return log.read()[-LOG_BYTES:].decode("utf-8", "replace")
+        except FileNotFoundError:
+            return ""
 
     def go_on(self, stop: Stop) -> Requeued:
         if self._how == "never":

@@ -27,6 +27,10 @@ class Silence:
         now_s = self._clock()
         if now_s < self._next_look_s:
             return []
+        late_s = now_s - self._next_look_s
+        if late_s > self._timeout_s / LOOKS:
+            # This process was held up itself, by the same filesystem perhaps: the time in which it did not look is nobody's silence.
+            self._seen = {name: (beat, since_s + late_s) for name, (beat, since_s) in self._seen.items()}
         self._next_look_s = now_s + self._timeout_s / LOOKS
         instances = [item for item in tracked if item.spec.is_service and item.is_alive and item.asked_s is None]
         silent = ((item, self._still_s(item, now_s)) for item in instances)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from launch.errors import LibraError
 from launch.stops import Requeued, Stop
@@ -10,6 +11,20 @@ from launch.stops import Requeued, Stop
 
 class RestartRefusedError(LibraError):
     """The run cannot go on by itself; the message says why, and what a person can do."""
+
+
+@dataclass(frozen=True)
+class Termination:
+    """What a TERM means: kind "cancelled", "preempted", "node_failure", "time_limit" or "requeued" (by an administrator).
+
+    `is_requeued`: Slurm will run the job again.
+    """
+
+    kind: str
+    is_requeued: bool = False
+
+
+CANCELLED = Termination("cancelled")
 
 
 class Job:
@@ -27,9 +42,9 @@ class Job:
         """Until Slurm ends the job, as of the last time it was asked; `exactly` asks now. Never raises."""
         return math.inf
 
-    def why_term(self) -> str:
-        """What the TERM means that has come: "cancelled", "preempted", "node_failure" or "requeued". Never raises."""
-        return "cancelled"
+    def why_term(self) -> Termination:
+        """What the TERM means that has come. Never raises."""
+        return CANCELLED
 
     def go_on(self, stop: Stop) -> Requeued:
         """Have the run go on after this attempt. Raises RestartRefusedError."""

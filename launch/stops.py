@@ -21,9 +21,9 @@ SLACK_S = 60.0
 class Stop:
     """A planned end of the attempt, with a checkpoint first.
 
-    kind: "time_limit", "preempted", "node_failure", "requeued" (by an administrator or by Slurm) or "cancelled". `again`: the run
-    goes on in another attempt; `is_requeued`: Slurm has already seen to that. `cause` is what made it necessary, when that is
-    a step's failure; it is the run's cause if the run cannot go on.
+    kind: "time_limit", "preempted", "node_failure", "requeued" (by an administrator) or "cancelled". `again`: the run goes on in
+    another attempt; `is_requeued`: Slurm has already seen to that. `is_late`: Slurm ends the job already. `cause` is what made
+    it necessary, when that is a step's failure; it is the run's cause if the run cannot go on.
     """
 
     kind: str
@@ -31,6 +31,7 @@ class Stop:
     again: bool = True
     exit_code: int = 1
     is_requeued: bool = False
+    is_late: bool = False
     cause: Cause | None = None
 
     def failed(self, why: str) -> Cause:

@@ -36,6 +36,15 @@ ENDING_S = 15.0
 """Kept of the allocation for ending the steps and asking for the next attempt, once the checkpoint is there."""
 
 
+TIME_LIMIT_CODE = 124
+TERMINATIONS = {
+    "node_failure": "a node of the job failed",
+    "requeued": "the job was requeued",
+    "preempted": "the job was preempted",
+    "time_limit": "the time limit was reached",
+}
+
+
 @dataclass(frozen=True)
 class Limits:
     """What the configuration says about ends. `min_instances` is 0 when every instance of the plan is needed."""
@@ -137,7 +146,9 @@ class Supervisor:
         if self._journal.trouble is not None:
             return Cause("supervisor", "error", f"the state cannot be recorded: {self._journal.trouble}")
         if self._interruption.warning:
-            return Stop("time_limit", f"the time limit is near ({self._interruption.warning})", exit_code=124)
+            return Stop(
+                "time_limit", f"the time limit is near ({self._interruption.warning})", exit_code=TIME_LIMIT_CODE
+            )
         if self._clock() < self._next_look_s:
             return None
         self._next_look_s = self._clock() + LOOK_S
@@ -146,14 +157,10 @@ class Supervisor:
     def _terminated(self, cause: Cause) -> Cause | Stop:
         """A TERM may be Slurm's way of taking the nodes for the moment only."""
         why = self._job.why_term()
-        if why == "cancelled":
+        if why.kind == "cancelled":
             return cause
-        words = {
-            "node_failure": "a node of the job failed, and Slurm starts the job again",
-            "requeued": "the job was requeued",
-            "preempted": "the job was preempted",
-        }
-        return Stop(why, words[why], exit_code=cause.exit_code, is_requeued=why != "preempted")
+        code = TIME_LIMIT_CODE if why.kind == "time_limit" else cause.exit_code
+        return Stop(why.kind, TERMINATIONS[why.kind], exit_code=code, is_requeued=why.is_requeued, is_late=True)
 
     def _requested(self) -> Cause | Stop | None:
         request = read_cancel_request(self._run)
@@ -170,7 +177,7 @@ class Supervisor:
         reason = (
             f"the time limit is near ({self._job.time_left_s():.0f} s left, a checkpoint may take {needed_s:.0f} s)"
         )
-        return Stop("time_limit", reason, exit_code=124)
+        return Stop("time_limit", reason, exit_code=TIME_LIMIT_CODE)
 
     def _trouble(self, desired: DesiredState) -> Cause | Stop | None:
         for cause, item in failures(self._fleet.tracked.values(), desired, self._clock()):
@@ -236,7 +243,7 @@ class Supervisor:
     def _stop(self, stop: Stop) -> Cause | Stop | None:
         """Ask for a checkpoint, and wait until trainer and controller have ended; then the attempt may be ended."""
         self._journal.note(stop={"kind": stop.kind, "reason": stop.reason})
-        if stop.is_requeued:
+        if stop.is_late and stop.kind != "preempted":
             return stop  # Slurm has sent TERM to every step, and KILL follows soon
         left_s = max(0.0, self._job.time_left_s(exactly=True))
         most_s = min(grace_s(self._times.latest()), max(left_s - ENDING_S, left_s / 2))

@@ -13,7 +13,7 @@ from launch.cancel_request import CancelRequest, write_cancel_request
 from launch.desired_steps import desired_steps
 from launch.fleet import Fleet
 from launch.interruption import Interruption
-from launch.job import Job, RestartRefusedError
+from launch.job import CANCELLED, Job, RestartRefusedError, Termination
 from launch.journal import Journal
 from launch.steps import Incarnation, Step, StepRunner, StepStartError, StepStatus
 from launch.stops import Requeued, Stop
@@ -120,7 +120,7 @@ class MemoryJob(Job):
         super().__init__("1")
         self._clock = clock
         self.end_s = math.inf
-        self.term = "cancelled"
+        self.term = CANCELLED
         self.refused = ""
         self.restarted: list[str] = []
         self.handed_over = False
@@ -132,7 +132,7 @@ class MemoryJob(Job):
     def time_left_s(self, *, exactly: bool = False) -> float:
         return self.end_s - self._clock()
 
-    def why_term(self) -> str:
+    def why_term(self) -> Termination:
         return self.term
 
     def go_on(self, stop: Stop) -> Requeued:

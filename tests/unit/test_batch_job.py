@@ -13,7 +13,7 @@ import pytest
 from launch import slurm
 from launch.batch_job import ASK_S, BatchJob, parse_facts
 from launch.chain import Chained
-from launch.job import Job, RestartRefusedError
+from launch.job import CANCELLED, Job, RestartRefusedError, Termination
 from launch.stops import Requeued, Stop
 from stages.rundir import RunDir
 
@@ -124,38 +124,53 @@ def test_a_job_without_a_limit_never_ends(fake: FakeSlurm, run: RunDir) -> None:
     assert job(run).time_left_s() == math.inf
 
 
+NODE = "*** JOB 41 ON node0 CANCELLED AT 1 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***"
+
+
 @pytest.mark.parametrize(
     "change, log, why",
     [
-        (("Restarts=0", "Restarts=0"), "", "cancelled"),
-        (("Restarts=0", "Restarts=1"), "*** JOB 41 ON node0 CANCELLED AT 1 DUE TO JOB REQUEUE ***", "requeued"),
+        (("Restarts=0", "Restarts=0"), "*** JOB 41 ON node0 CANCELLED AT 1 ***", CANCELLED),
+        (("Restarts=0", "Restarts=1"), "*** JOB 41 ... DUE TO JOB REQUEUE ***", Termination("requeued", True)),
+        (("Restarts=0", "Restarts=1"), NODE, Termination("node_failure", True)),
+        (("Restarts=0", "Restarts=0"), NODE, Termination("node_failure", False)),
+        (("PreemptTime=None", "PreemptTime=2026-11-30T01:44:06"), "", Termination("preempted")),
         (
-            ("Restarts=0", "Restarts=1"),
-            "*** JOB 41 ON node0 CANCELLED AT 1 DUE TO NODE FAILURE, SEE ***",
-            "node_failure",
+            ("EndTime=2026-11-30T01:44", "EndTime=2026-11-30T01:42"),
+            "... DUE TO TIME LIMIT ***",
+            Termination("time_limit"),
         ),
-        (("PreemptTime=None", "PreemptTime=2026-11-30T01:44:06"), "", "preempted"),
     ],
 )
 def test_slurm_knows_what_a_term_means(
-    fake: FakeSlurm, run: RunDir, change: tuple[str, str], log: str, why: str
+    fake: FakeSlurm, run: RunDir, change: tuple[str, str], log: str, why: Termination
 ) -> None:
     fake.answers["show"] = RUNNING.replace(*change, 1)
+    found = job(run)
     (run.logs / "supervisor.log").write_text(log + "\n")
 
-    assert job(run).why_term() == why
+    assert found.why_term() == why
+
+
+def test_the_end_of_an_earlier_run_of_the_job_says_nothing_about_this_one(fake: FakeSlurm, run: RunDir) -> None:
+    (run.logs / "supervisor.log").write_text(NODE + "\n")
+    found = job(run)
+    with (run.logs / "supervisor.log").open("a") as log:
+        log.write("*** JOB 41 ON node0 CANCELLED AT 1 ***\n")
+
+    assert found.why_term() == CANCELLED
 
 
 def test_a_job_that_was_run_again_before_is_not_requeued_for_that(fake: FakeSlurm, run: RunDir) -> None:
     fake.answers["show"] = RUNNING.replace("Restarts=0", "Restarts=2", 1)
 
-    assert job(run, restarts=2).why_term() == "cancelled"
+    assert job(run, restarts=2).why_term() == CANCELLED
 
 
 def test_a_term_that_slurm_says_nothing_about_is_a_cancel(fake: FakeSlurm, run: RunDir) -> None:
     fake.answers["show"] = slurm.SlurmCommandError("scontrol did not answer within 3 s")
 
-    assert job(run).why_term() == "cancelled"
+    assert job(run).why_term() == CANCELLED
 
 
 def test_a_job_is_requeued_by_its_leader(fake: FakeSlurm, run: RunDir) -> None:
@@ -220,6 +235,6 @@ def test_a_run_that_cannot_go_on_by_itself_says_why_and_how_it_can(
 def test_a_local_run_is_started_again_by_people_only() -> None:
     local = Job("77")
 
-    assert (local.time_left_s(), local.why_term()) == (math.inf, "cancelled")
+    assert (local.time_left_s(), local.why_term()) == (math.inf, CANCELLED)
     with pytest.raises(RestartRefusedError, match=r"launch\.resume"):
         local.go_on(LIMIT)

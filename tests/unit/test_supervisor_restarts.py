@@ -180,6 +180,29 @@ def test_an_instance_whose_heartbeat_stands_still_is_killed_and_replaced() -> No
         assert 10.0 <= run.restarts_of("rollout_000")[0] < 15.0
 
 
+def test_a_supervisor_that_was_held_up_itself_calls_nobody_silent() -> None:
+    with world() as run:
+        run.limits = Limits(heartbeat_timeout_s=10.0)
+        serve(run, "rollout_000", heartbeat=5)
+        happen = run.happen
+
+        def hold_up(what: str, detail: object) -> None:
+            if what == "hold up":
+                run.now_s += 30.0
+            elif what == "beat":
+                serve(run, "rollout_000", heartbeat=6)
+            else:
+                happen(what, detail)
+
+        run.happen = hold_up  # type: ignore[method-assign]
+        run.at(5.0, "hold up")
+        run.at(36.0, "beat")
+        finish(run, 40.0)
+
+        assert run.supervise() is None
+        assert run.runner.killed == []
+
+
 def test_the_record_of_an_earlier_start_does_not_make_a_new_one_silent() -> None:
     with world() as run:
         run.limits = Limits(heartbeat_timeout_s=5.0)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from launch.job import Termination
 from launch.stops import LEAST_GRACE_S, UNMEASURED_GRACE_S, Measured, Requeued, grace_s, lead_s
 from launch.supervisor import ENDING_S
 from launch.verdict import Cause, Success
@@ -148,7 +149,7 @@ def test_a_refused_requeue_is_a_failure_that_says_what_is_saved() -> None:
 @pytest.mark.parametrize("why", ["node_failure", "requeued"])
 def test_a_job_that_slurm_takes_back_is_left_at_once_and_goes_on(why: str) -> None:
     with world() as run:
-        run.job.term = why
+        run.job.term = Termination(why, is_requeued=True)
         run.at(2.0, "cancel")
 
         ending = run.supervise()
@@ -160,9 +161,29 @@ def test_a_job_that_slurm_takes_back_is_left_at_once_and_goes_on(why: str) -> No
         assert run.state()["stop"] == {"kind": why, "reason": ending.reason}
 
 
+@pytest.mark.parametrize("why, code", [("node_failure", 143), ("time_limit", 124)])
+def test_a_job_that_slurm_ends_for_good_is_followed_by_another(why: str, code: int) -> None:
+    with world() as run:
+        run.job.term = Termination(why)
+        run.at(2.0, "cancel")
+
+        assert isinstance(run.supervise(), Requeued)
+        assert run.job.restarted == [why]
+        assert run.now_s < 5.0
+
+    with world() as run:
+        run.job.term, run.job.refused = Termination(why), "slurm.requeue=never"
+        run.at(2.0, "cancel")
+
+        cause = run.supervise()
+
+        assert isinstance(cause, Cause)
+        assert (cause.kind, cause.exit_code) == (why, code)
+
+
 def test_a_preempted_job_saves_and_is_requeued() -> None:
     with world() as run:
-        run.job.term, run.job.end_s = "preempted", 60.0
+        run.job.term, run.job.end_s = Termination("preempted"), 60.0
         run.at(2.0, "cancel")
         run.interruption.cause = None
 
