@@ -231,13 +231,19 @@ def test_a_missing_program_is_named(fake_path: Path, monkeypatch: pytest.MonkeyP
         slurm.cancel_job(1)
 
 
-def test_commands_do_not_see_the_outer_job(fake_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SQUEUE_STATES", "PENDING")
-    monkeypatch.setenv("SLURM_JOB_ID", "1")
-    monkeypatch.setenv("SLURM_CONF", "/etc/here.conf")
-    program(fake_path, "squeue", 'echo "$SQUEUE_STATES|$SLURM_JOB_ID|$SLURM_CONF"')
+# Each changes what a command prints or whom it asks: a time format of its own, hidden jobs, another cluster.
+FOREIGN = "SQUEUE_STATES SQUEUE_FORMAT SLURM_TIME_FORMAT SLURM_CLUSTERS SINFO_FORMAT SACCT_FORMAT SCONTROL_ALL SLURM_JOB_ID".split()
 
-    assert slurm.command(["squeue"]) == "||/etc/here.conf\n"
+
+def test_commands_do_not_see_the_outer_job_nor_what_its_user_likes(
+    fake_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in FOREIGN:
+        monkeypatch.setenv(name, "relative")
+    monkeypatch.setenv("SLURM_CONF", "/etc/here.conf")
+    program(fake_path, "squeue", "env | sort | grep -E '^(SLURM|SQUEUE|SINFO|SACCT|SCONTROL)_'")
+
+    assert slurm.command(["squeue"]) == "SLURM_CONF=/etc/here.conf\n"
 
 
 def test_scancels_complaint_about_a_step_is_ignored(fake_path: Path, tmp_path: Path) -> None:
