@@ -232,7 +232,16 @@ def test_a_missing_program_is_named(fake_path: Path, monkeypatch: pytest.MonkeyP
 
 
 # Each changes what a command prints or whom it asks: a time format of its own, hidden jobs, another cluster.
-FOREIGN = "SQUEUE_STATES SQUEUE_FORMAT SLURM_TIME_FORMAT SLURM_CLUSTERS SINFO_FORMAT SACCT_FORMAT SCONTROL_ALL SLURM_JOB_ID".split()
+FOREIGN = [
+    "SQUEUE_STATES",
+    "SQUEUE_FORMAT",
+    "SLURM_TIME_FORMAT",
+    "SLURM_CLUSTERS",
+    "SINFO_FORMAT",
+    "SACCT_FORMAT",
+    "SCONTROL_ALL",
+    "SLURM_JOB_ID",
+]
 
 
 def test_commands_do_not_see_the_outer_job_nor_what_its_user_likes(
