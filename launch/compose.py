@@ -68,7 +68,10 @@ def _add_files(layers: Layers, loader: Loader, chosen: Sequence[Override]) -> di
     try:
         files, choices = loader.files(chosen)
     except FAILURES as error:
-        layers.problems.append(unlike_hydra(error, loader.groups, lambda name: loader.naming(name, chosen)))
+        problem = unlike_hydra(error, loader.groups, lambda name: loader.naming(name, chosen))
+        said = any(name in problem for override in chosen for name in (override.key_or_group, str(override.value())))
+        typed_words = ", ".join(override.input_line or "" for override in chosen)
+        layers.problems.append(problem if said or not chosen else f"{typed_words}: {problem}")
         return {}
     for file in files:
         hidden = loader.shadowed(file.label)

@@ -14,7 +14,7 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import resources
@@ -33,17 +33,22 @@ from hydra.core.default_element import GroupDefault, ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.schema import LibraConfig
+from launch.config_files import UnusableFileError, check_text
 
-FAILURES = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)
+FAILURES = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, RecursionError)
 """What Hydra raises for files and overrides that it cannot use."""
 SCHEMA_NAME = "libra_schema"
 HOUSE_ROOT = "pkg://conf"
 VERSION_BASE = "1.3"
 HYDRA_PROVIDERS = ("hydra", "schema")
+SEARCH_PATH = "hydra.searchpath"
+ASKED_BY = {"main": "--config-path", "command-line": "--config-dir"}
+"""Provider of an entry of the search path -> the flag that names it."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,29 @@ class TreeFile:
 
     label: str
     values: dict[str, Any]
+
+
+class Repository(CachingConfigRepository):
+    """Whatever makes a file unusable is said with the name of the file; what would take for ever is not tried."""
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        file = self._file(config_path)
+        try:
+            if os.path.isabs(file) and f"config_path={config_path}" not in self.cache:
+                check_text(file)
+            found = super().load_config(config_path)
+        except FAILURES as error:
+            raise UnusableFileError(file, error) from error
+        if found is not None and not isinstance(found.config, DictConfig):
+            raise UnusableFileError(file, "it holds a list, not a mapping of options")
+        return found
+
+    def _file(self, config_path: str) -> str:
+        """Where Hydra finds it: an absolute path, or as it is labelled when it comes with Libra or is nowhere."""
+        for source in self.get_sources():
+            if source.provider not in HYDRA_PROVIDERS and source.is_config(config_path):
+                return _label(source.full_path(), config_path)
+        return f"{config_path}.yaml"
 
 
 class Loader:
@@ -71,9 +99,10 @@ class Loader:
         if extra:
             path.prepend("command-line", f"file://{os.path.abspath(extra)}", anchor=before_schema)
         self.name = name
+        self._unreadable: list[tuple[str, OSError]] = []
         self._loader = ConfigLoaderImpl(path)
         self._parser = OverridesParser.create(config_loader=self._loader)
-        self._repository = CachingConfigRepository(self._loader.repository)
+        self._repository = Repository(self._loader.repository)
 
     def parse(self, text: str) -> Override:
         """One override in Hydra's grammar."""
@@ -85,9 +114,13 @@ class Loader:
             self._loader._process_config_searchpath(self.name, list(overrides), self._repository)
 
     def missing_folders(self) -> list[str]:
-        """Entries of the search path that do not exist."""
+        """A sentence for each entry of the search path that does not exist."""
         sources = self._repository.get_sources()
-        return [source.path for source in sources if source.provider != "schema" and not source.available()]
+        missing = [source for source in sources if source.provider != "schema" and not source.available()]
+        return [f"{ASKED_BY.get(source.provider, SEARCH_PATH)}: there is no folder {source.path}" for source in missing]
+
+    def has_root_file(self) -> bool:
+        return bool(self._repository.config_exists(self.name))
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
@@ -95,9 +128,16 @@ class Loader:
         found: dict[str, set[str]] = {}
         for source in self._repository.get_sources():
             if source.provider not in HYDRA_PROVIDERS and source.available():
-                for group, choice in _choices(_folder(source.scheme(), source.path), ""):
+                for group, choice in _choices(_folder(source.scheme(), source.path), "", self._unreadable):
                     found.setdefault(group, set()).add(choice)
         return {group: sorted(found[group]) for group in sorted(found)}
+
+    def unreadable_folders(self) -> list[str]:
+        """Folders that may hold choices and cannot be listed: those of the search path, and groups of a known name."""
+        known = self.groups
+        return [
+            f"{error.filename}: {error.strerror}" for group, error in self._unreadable if not group or group in known
+        ]
 
     def files(self, overrides: Sequence[Override]) -> tuple[list[TreeFile], dict[str, str]]:
         """The files that these choices of groups bring in, in the order in which they apply; and the choice of each group.
@@ -119,9 +159,12 @@ class Loader:
         if not label.startswith("conf/"):
             return ""
         name = label.removeprefix("conf/")
+        house = str(resources.files("conf").joinpath(name))
         for source in self._repository.get_sources():
             if source.provider not in (*HYDRA_PROVIDERS, "main", "house") and source.is_config(name):
-                return _label(source.full_path(), name)
+                file = _label(source.full_path(), name)
+                # --config-dir may name the house's tree itself, by whatever path.
+                return "" if file == label or os.path.realpath(file) == os.path.realpath(house) else file
         return ""
 
     def naming(self, choice: str, overrides: Sequence[Override]) -> str:
@@ -158,7 +201,7 @@ class Loader:
         assert default.config_path is not None
         found = self._loader._load_single_config(default, self._repository)
         values = OmegaConf.to_container(found.config, resolve=False)
-        assert isinstance(values, dict)
+        assert isinstance(values, dict)  # see Repository
         return TreeFile(_label(found.path, default.config_path), {str(key): value for key, value in values.items()})
 
 
@@ -168,8 +211,13 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 
 def hydra_main(arguments: Sequence[str]) -> int:
-    """Let Hydra answer for itself: --info, --cfg hydra, --hydra-help, --version, --shell-completion. It may exit."""
+    """Let Hydra answer for itself: --info, --cfg hydra, --hydra-help, --version, --shell-completion. It may exit.
+
+    Raises FAILURES: Hydra would print most of them with a stack trace, which this variable of its own prevents.
+    """
     import hydra
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"
 
     def nothing(_config: Any) -> None:
         """Hydra runs nothing of ours."""
@@ -191,13 +239,32 @@ def _folder(scheme: str, path: str) -> Any:
     return resources.files(path) if scheme == "pkg" else Path(path)
 
 
-def _choices(folder: Any, group: str, depth: int = 2) -> Iterator[tuple[str, str]]:
-    """(group, choice) of every YAML file in the folders below `folder`. Two levels: a run directory is deep and wide."""
-    for entry in folder.iterdir():
-        if group and entry.name.endswith(".yaml"):
-            yield group, entry.name.removesuffix(".yaml")
-        elif depth and entry.is_dir() and not entry.name.startswith(("_", ".")):
-            yield from _choices(entry, f"{group}/{entry.name}".lstrip("/"), depth - 1)
+def _choices(
+    folder: Any, group: str, unreadable: list[tuple[str, OSError]], depth: int = 2
+) -> Iterator[tuple[str, str]]:
+    """(group, choice) of every YAML file in the folders below `folder`. Two levels: a run directory is deep and wide.
+
+    Folders that cannot be listed are added to `unreadable`, with their group.
+    """
+    try:
+        entries = list(folder.iterdir())
+    except OSError as error:
+        unreadable.append((group, error))
+        return
+    for entry in entries:
+        name = entry.name
+        if group and name.endswith(".yaml") and name != "_self_.yaml" and _is(entry.is_file):
+            yield group, name.removesuffix(".yaml")
+        elif depth and not name.startswith(("_", ".")) and _is(entry.is_dir):
+            yield from _choices(entry, f"{group}/{name}".lstrip("/"), unreadable, depth - 1)
+
+
+def _is(kind: Callable[[], bool]) -> bool:
+    """False for what nobody may look at: pathlib raises then."""
+    try:
+        return kind()
+    except OSError:
+        return False
 
 
 def _label(source: str, name: str) -> str:

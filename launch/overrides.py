@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 
-from launch.hydra_internals import FAILURES, Loader
+from conf.typed import options
+from launch.hydra_internals import FAILURES, SEARCH_PATH, Loader
 from launch.suggest import not_an_assignment, unknown_choice
 
-SEARCH_PATH = "hydra.searchpath"
+KEY = re.compile(r"(\+\+?|~)?[A-Za-z_$][\w$-]*([./][\w$-]+)*(@[\w.:$-]*)?")
+"""An option or a group, with a package, as Hydra's grammar has them."""
 INSTEAD = {
     "hydra.run": "launch.run_dir",
     "hydra.sweep": "launch.run_dir",
@@ -38,8 +41,9 @@ def sort_words(texts: Sequence[str], loader: Loader) -> Words:
         if override is not None:
             parsed.append(override)
     words.also = [override for override in parsed if override.get_key_element().lstrip("+") == SEARCH_PATH]
-    loader.search_also(words.also)
-    words.problems += [f"{SEARCH_PATH}: there is no folder {folder}" for folder in loader.missing_folders()]
+    # Hydra takes the first, and none with a plus; here the last counts, as for every other option.
+    loader.search_also([replace(override, type=OverrideType.CHANGE) for override in words.also[-1:]])
+    words.problems += [*loader.missing_folders(), *loader.unreadable_folders()]
     chosen: dict[str, Override] = {}
     for override in parsed:
         if override in words.also:
@@ -65,15 +69,32 @@ def value_text(override: Override) -> str:
 
 def _parsed(text: str, loader: Loader, problems: list[str]) -> Override | None:
     key, equals, value = text.partition("=")
-    if not key.strip() or not (equals or text.startswith("~")):
+    if not key.strip("+~ ") or not (equals or text.startswith("~")):
         problems.append(not_an_assignment(text, loader.groups))
         return None
     try:
         return loader.parse(text)
     except FAILURES as error:
-        reason = " ".join(str(error.__cause__ or error).split("See https:")[0].split())
-        problems.append(f"'{text}' cannot be read ({reason}); put the value in quotes: '{key}={_quoted(value)}'")
+        if not KEY.fullmatch(key):
+            problems.append(f"'{text}' cannot be read: '{key}' is no name of an option or group{_plain(key, loader)}")
+        else:
+            problems.append(
+                f"'{text}' cannot be read ({_reason(error)}); put the value in quotes: '{key}={_quoted(value)}'"
+            )
         return None
+
+
+def _plain(key: str, loader: Loader) -> str:
+    """What was probably meant by a name with spaces, quotes or brackets."""
+    plain = re.sub(r"[^\w./]", "", key.rpartition(" /")[2].partition("[")[0]).lstrip("/")
+    return f"; did you mean {plain}=...?" if plain in options() or plain in loader.groups else ""
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    text = " ".join(str(error.__cause__ or error).split("See https:")[0].split())
+    return "a character in it has to stand in quotes" if text.startswith("LexerNoViableAlt") else text
 
 
 def _quoted(value: str) -> str:

@@ -15,7 +15,7 @@ FEW = 15
 """Options of a section that fit into a message."""
 _NOT_FOUND = re.compile(r"(?:In '([^']*)': )?Could not find '([\w/.-]+)/([^'/]+)'")
 _NOT_LISTED = re.compile(r"(?:In '([^']*)': )?Could not override '([\w./@-]+)'")
-_TWICE = re.compile(r"Multiple values for ([\w./@-]+)\.")
+_TWICE = re.compile(r"Multiple values for ([\w./@-]+)\.|([\w./@-]+) appears more than once in the final defaults list")
 
 
 def unknown_option(name: str, given: str, groups: Groups) -> str:
@@ -29,9 +29,12 @@ def unknown_choice(group: str, choice: str, groups: Groups, where: str = "") -> 
     close = difflib.get_close_matches(choice, available, n=1, cutoff=CLOSE)
     meant = f"; did you mean '{close[0]}'?" if close else ""
     own = ""
-    if "/" in choice:
+    leaf = group.rpartition("/")[2]
+    if not available and choice in groups.get(leaf, []):
+        own = f"; a group from the top of the tree has a slash in front: /{leaf}: {choice}"
+    elif "/" in choice:
         own = f"; for a file of your own: --config-dir FOLDER {group}=NAME with FOLDER/{group}/NAME.yaml"
-    return f"{where}there is no {group} '{choice}'; available: {', '.join(available)}{meant}{own}"
+    return f"{where}there is no {group} '{choice}'; available: {', '.join(available) or 'none'}{meant}{own}"
 
 
 def not_an_assignment(word: str, groups: Groups) -> str:
@@ -50,6 +53,8 @@ def not_an_assignment(word: str, groups: Groups) -> str:
 
 def unlike_hydra(error: Exception, groups: Groups, naming: Callable[[str], str] = lambda choice: "") -> str:
     """One sentence for what Hydra, OmegaConf or PyYAML says about the files. `naming` finds the file that names a choice."""
+    if isinstance(error, RecursionError):
+        return "the defaults lists include one another without end; look for a file that includes itself"
     text = " ".join(str(error).split())
     if found := _NOT_FOUND.search(text):
         file = naming(found[3])
@@ -57,7 +62,8 @@ def unlike_hydra(error: Exception, groups: Groups, naming: Callable[[str], str] 
     if found := _NOT_LISTED.search(text):
         return _not_listed(found[1] or "", found[2])
     if found := _TWICE.search(text):
-        return f"the group '{found[1]}' is chosen in two places; say 'override /{found[1]}: CHOICE' in one of the files"
+        group = found[1] or found[2]
+        return f"the group '{group}' is chosen in two places; say 'override /{group}: CHOICE' in one of the files"
     return text
 
 
