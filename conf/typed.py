@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 from conf.options import LARGEST_FLOAT, LARGEST_INT, Option, declared
 from conf.schema import LibraConfig
 
+DEEPEST = 20
+"""Lists and mappings inside one another; OmegaConf and Python's own stack end somewhere beyond."""
 YES = frozenset({"true", "yes", "on"})
 NO = frozenset({"false", "no", "off"})
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -119,7 +121,7 @@ def _scalar(kind: type, value: Any) -> Any:
     """Raises TypeError or OverflowError for what is not a `kind`."""
     if kind is bool:
         return _switch(value)
-    if kind is str and isinstance(value, str) and _is_utf8(value):
+    if kind is str and isinstance(value, str) and is_text(value):
         return value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is int and isinstance(value, int) and is_number:
@@ -133,9 +135,10 @@ def _scalar(kind: type, value: Any) -> Any:
     raise TypeError
 
 
-def _is_utf8(text: str) -> bool:
-    """False for bytes of the command line that are no UTF-8, which Python carries as lone surrogates."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+def is_text(text: str) -> bool:
+    """False for what no path, argument or UTF-8 file can hold: a NUL, and the lone surrogates by which Python carries bytes
+    of the command line and of paths that are no UTF-8."""
+    return not any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text)
 
 
 def _sized(value: Number) -> Number:
@@ -175,16 +178,26 @@ def _switch(value: Any) -> bool:
 def _plain(value: Any, *, needs_mapping: bool = False) -> Any:
     """A copy of nested dicts with text as keys, lists and plain values. Raises TypeError for anything else."""
     if isinstance(value, dict):
-        if not all(isinstance(key, str) for key in value):
+        if not all(isinstance(key, str) and is_text(key) for key in value):
             raise TypeError
         return {key: _plain(element) for key, element in value.items()}
     if needs_mapping:
         raise TypeError
     if isinstance(value, list):
         return [_plain(element) for element in value]
+    if isinstance(value, str) and not is_text(value):
+        raise TypeError
     if value is None or isinstance(value, str | int | float | bool):
         return value
     raise TypeError
+
+
+def is_too_deep(value: Any, levels: int = DEEPEST) -> bool:
+    """Has `value` more than `levels` lists and mappings inside one another? Also true for one that holds itself."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(is_too_deep(element, levels - 1) for element in inner)
 
 
 def _hint(option: Option, value: Any) -> str:
@@ -192,6 +205,18 @@ def _hint(option: Option, value: Any) -> str:
     values = value if isinstance(value, list) else [value]
     if option.element_type is str and any(isinstance(element, int | float | bool) for element in values):
         return ", in quotes"
-    if _is_mapping(option) and isinstance(value, dict):
+    if _is_mapping(option) and isinstance(value, dict) and not all(isinstance(key, str) for key in value):
         return ", with text as names"
+    if not all(is_text(text) for text in _texts(value)):
+        return ", in UTF-8 and without NUL"
     return ""
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in `value`, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        yield from (text for element in value for text in _texts(element))
+    elif isinstance(value, dict):
+        yield from (text for pair in value.items() for element in pair for text in _texts(element))

@@ -21,6 +21,7 @@ from conf.site import SlurmRoleConfig
 from launch.containers import outer_python
 from launch.desired_steps import desired_steps
 from launch.errors import LibraError
+from planner.conflicts.slurm import no_path_for_slurm
 from planner.plan import Plan
 from stages.desired import StepSpec
 
@@ -130,11 +131,9 @@ def _side(config: LibraConfig, plan: Plan, index: int) -> SlurmRoleConfig:
 
 
 def check_path(run_dir: Path) -> None:
-    """Slurm and submitit expand `%`, and Slurm's option parser has no way to quote a line break."""
-    if any(character in str(run_dir) for character in "%\n\\\"'"):
-        raise JobSpecError(
-            f"launch.run_dir={str(run_dir)!r} has a quote, %, backslash or line break; choose another launch.run_dir"
-        )
+    """Raises JobSpecError; `planner.conflicts.slurm` says the same before anything is made."""
+    if unwritable := no_path_for_slurm(str(run_dir)):
+        raise JobSpecError(unwritable)
 
 
 def _component(

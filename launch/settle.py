@@ -44,12 +44,14 @@ def settle(composed: Composed, place: Place = default_place, environ: Mapping[st
     """`composed` after the environment and the launcher; problems of the environment are added to its problems."""
     composed = with_allocation(with_environment(composed, environ), environ)
     config = _without_open_ends(composed.config, composed.choices, place)
-    sources = dict(composed.sources)
+    sources, problems = dict(composed.sources), list(composed.problems)
+    if config.warmup.steps and not config.launch.cache_dir:
+        problems.append("launch.cache_dir is empty and this user has no home folder; set it, for the starter policies")
     for name, before, after in changes(composed.config, config):
         # A path that only became absolute was still chosen where it was chosen.
         if not before or str(Path(before).absolute()) != after:
             sources[name] = LAUNCHER
-    return replace(composed, config=config, sources=sources)
+    return replace(composed, config=config, sources=sources, problems=tuple(problems))
 
 
 def with_environment(composed: Composed, environ: Mapping[str, str]) -> Composed:
@@ -135,7 +137,7 @@ def _without_open_ends(config: LibraConfig, choices: Mapping[str, str], place: P
         mode=machine.choose_mode(config.launch.mode),
         python=config.launch.python or sys.executable,
         supervisor_python=outer_python(config),
-        cache_dir=config.launch.cache_dir or str(_default_cache_dir()),
+        cache_dir=config.launch.cache_dir or _default_cache_dir(),
         run_dir=str(Path(place(config.launch.run_dir, choices)).absolute()),
     )
     config = replace(config, launch=launch)
@@ -154,6 +156,7 @@ def _is_cached(config: LibraConfig) -> bool:
     return path.parent == Path(config.launch.cache_dir) and path.name.startswith(CACHED_POLICY)
 
 
-def _default_cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "libra"
+def _default_cache_dir() -> str:
+    """Empty for a user without a home folder (a container with a user id of its own)."""
+    base = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return "" if base.startswith("~") else str(Path(base, "libra").absolute())

@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.typed import WrongTypeError, convert, leaves, options, sections
+from conf.typed import DEEPEST, WrongTypeError, convert, is_too_deep, leaves, options, sections
 from launch.hydra_internals import TreeFile
 from launch.overrides import no_hydra, value_text
 from launch.suggest import Groups, unknown_option
@@ -59,7 +59,7 @@ class Layers:
     def _put(self, name: str, value: Any, source: str, given: str) -> None:
         holder = _holder(name)
         if name in sections():
-            shown = given if source == COMMAND_LINE else f"{name}={value!r} ({source})"
+            shown = given if source == COMMAND_LINE else f"{name}={_shown(value)} ({source})"
             self.problems.append(f"{shown}: {name} is a group of options; set one of them, {name}.OPTION=VALUE")
         elif holder is None:
             self.problems.append(_unknown(name, source, given, self.groups))
@@ -68,6 +68,10 @@ class Layers:
         else:
             for part in reversed(name.removeprefix(holder).split(".")[1:]):
                 value = {part: value}
+            if is_too_deep(value):
+                where = given if source == COMMAND_LINE else f"{name} ({source})"
+                self.problems.append(f"{where}: {holder} is nested deeper than {DEEPEST} levels")
+                return
             before = self.values[holder]
             is_more = isinstance(before, dict) and isinstance(value, dict) and before
             self.values[holder] = _merged(before, value) if is_more else value
@@ -76,6 +80,9 @@ class Layers:
 
     def _take_out(self, name: str, text: str) -> None:
         holder = _holder(name)
+        if name in sections():
+            self.problems.append(f"{text}: a group of options cannot be taken out; set {name}.OPTION=VALUE instead")
+            return
         if holder is None:
             self.problems.append(_unknown(name, COMMAND_LINE, text, self.groups))
             return
@@ -122,8 +129,11 @@ def _assignment(name: str, layers: Layers) -> str:
     raw, given, source = layers.values[name], layers.given.get(name, ""), layers.sources[name]
     if source == COMMAND_LINE and given.startswith(f"{name}="):
         return given
-    shown = "null" if raw is None else str(raw).lower() if isinstance(raw, bool) else repr(raw)
-    return f"{name}={shown}{'' if source == COMMAND_LINE else f' ({source})'}"
+    return f"{name}={_shown(raw)}{'' if source == COMMAND_LINE else f' ({source})'}"
+
+
+def _shown(raw: Any) -> str:
+    return "null" if raw is None else str(raw).lower() if isinstance(raw, bool) else repr(raw)
 
 
 def _repeated(raw: Any) -> str:

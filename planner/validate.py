@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from typing import Any
 
 from conf.options import Option, declared, walk
 from conf.pending import PLANNED_ONLY, pending_problems
 from conf.schema import LibraConfig
+from conf.typed import is_text
 from planner.architecture import Architecture
 from planner.conflicts import MODEL_RULES, RULES
 
+LONGEST_PATH_BYTES, LONGEST_NAME_BYTES = 4095, 255
+"""Linux (PATH_MAX without its NUL, NAME_MAX): a look at a longer one is an error, not a path that is not there."""
 TRIED_VLLM = ((0, 25), (0, 32))
 """Oldest and newest vLLM whose interfaces the in-place reload was tried with (`stages/rollout/compat.py`)."""
 
@@ -36,6 +40,8 @@ def out_of_range(option: Option, value: Any) -> str:
     if option.choices and value not in option.choices:
         wanted = ", ".join(repr(choice) for choice in option.choices if choice)
         return f"{name}={value!r} is not one of {wanted}"
+    if isinstance(value, str) and option.unit == "path":
+        return impossible_path(name, value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     if isinstance(value, float) and not math.isfinite(value):
@@ -46,6 +52,18 @@ def out_of_range(option: Option, value: Any) -> str:
         return f"{name}={value} is below the least allowed, {option.minimum:g}{unit}"
     if option.maximum is not None and value > option.maximum:
         return f"{name}={value} is above the most allowed, {option.maximum:g}{unit}"
+    return ""
+
+
+def impossible_path(name: str, path: str) -> str:
+    """Why no file can have this path, or "". What the launcher makes of the working folder and HOME is judged here too."""
+    if not is_text(path):
+        return f"{name}={path!r} is no UTF-8 text without NUL; choose another {name}"
+    if len(os.fsencode(path)) > LONGEST_PATH_BYTES:
+        return f"{name} is a path of {len(os.fsencode(path))} bytes, the most allowed are {LONGEST_PATH_BYTES}"
+    longest = max(path.split("/"), key=lambda part: len(os.fsencode(part)))
+    if len(os.fsencode(longest)) > LONGEST_NAME_BYTES:
+        return f"{name}: a part of the path has {len(os.fsencode(longest))} bytes, the most allowed are {LONGEST_NAME_BYTES}"
     return ""
 
 

@@ -67,7 +67,7 @@ def whole_distribution(config: LibraConfig) -> Iterator[str]:
 
 def punishment_inside_the_answer(config: LibraConfig) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.overlong_buffer_tokens >= config.max_new_tokens:
+    if 0 < algorithm.overlong_buffer_tokens >= config.max_new_tokens:
         yield (
             f"algorithm.overlong_buffer_tokens={algorithm.overlong_buffer_tokens} is not less than"
             f" max_new_tokens={config.max_new_tokens}: every answer would be punished; lower"

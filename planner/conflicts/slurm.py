@@ -143,8 +143,8 @@ def extra_lines_are_sbatch_options(config: LibraConfig) -> Iterator[str]:
             word = (line.split() or [""])[0].partition("=")[0]
             if "#SBATCH" in line:
                 yield f"{name} holds {line!r}: leave #SBATCH out, it is written in front of every line of {name}"
-            elif "\n" in line:
-                yield f"{name} holds {line!r}, which has a line break; make it two entries of {name}"
+            elif not line.isprintable():
+                yield f"{name} holds {line!r}, which has a line break or the like; make it two entries of {name}"
             elif not word.startswith("-") and word != "hetjob":
                 yield f"{name} holds {line!r}, which is no option of sbatch (--name=value); change {name}"
             elif word in INSTEAD:
@@ -174,6 +174,19 @@ def prefixes_are_commands(config: LibraConfig) -> Iterator[str]:
             yield f"{name}={words} does not begin with a program, such as [apptainer,exec,--nv,IMAGE]; change {name}"
         elif any(word == ":" or "\0" in word for word in words):
             yield f"{name}={words}: srun takes a word ':' for the start of another component; take it out of {name}"
+
+
+def a_run_directory_that_slurm_can_name(config: LibraConfig) -> Iterator[str]:
+    if unwritable := no_path_for_slurm(config.launch.run_dir):
+        yield unwritable
+
+
+def no_path_for_slurm(run_dir: str) -> str:
+    """Why a job script cannot name this run directory, or "". Slurm and submitit expand `%`, and Slurm's option parser has
+    no way to quote a line break."""
+    if not any(character in run_dir for character in "%\n\\\"'"):
+        return ""
+    return f"launch.run_dir={run_dir!r} has a quote, %, backslash or line break; choose another launch.run_dir"
 
 
 def setup_lines_are_shell(config: LibraConfig) -> Iterator[str]:
@@ -263,4 +276,5 @@ RULES = (
     memory_of_a_node,
     sides_of_a_hetjob,
     gpus_are_asked_for,
+    a_run_directory_that_slurm_can_name,
 )

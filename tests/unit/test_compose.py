@@ -78,7 +78,17 @@ def test_every_option_says_what_it_does() -> None:
             "'hydra.run.dir' has no effect here, Hydra only reads the configuration; set launch.run_dir",
         ),
         ("hydra/launcher=basic", "'hydra/launcher' has no effect here"),
-        ("hydra.searchpath=[nowhere]", "there is no folder nowhere"),
+        ("hydra.searchpath=[nowhere]", "hydra.searchpath: there is no folder nowhere"),
+        ("+hydra.searchpath=[nowhere]", "hydra.searchpath: there is no folder nowhere"),
+        ("~rollout", "~rollout: a group of options cannot be taken out"),
+        ("seed =1", "'seed ' is no name of an option or group; did you mean seed=...?"),
+        ("slurm.extra[0]=x", "'slurm.extra[0]' is no name of an option or group; did you mean slurm.extra=...?"),
+        ("override /model=demo", "'override /model' is no name of an option or group; did you mean model=...?"),
+        ("é=1", "'é' is no name of an option or group"),
+        ("model=é", "a character in it has to stand in quotes"),
+        (f"task.params={'{a: ' * 30}1{'}' * 30}", "task.params is nested deeper than 20 levels"),
+        (f"task.params.{'.'.join('a' * 30)}=1", "task.params is nested deeper than 20 levels"),
+        (f"seed={'[' * 600}{']' * 600}", "cannot be read (it is nested too deeply)"),
     ],
 )
 def test_a_wrong_word_names_the_option_to_change(override: str, wanted: str) -> None:
@@ -110,7 +120,10 @@ def test_a_wrong_word_names_the_option_to_change(override: str, wanted: str) -> 
         ("global_resource_planner.train_comm_compute_ratio_threshold=x", "wanted a number (ratio) or null"),
         ("slurm.extra=[1]", "wanted a list of texts (sbatch options) such as [a,b], in quotes"),
         ("task.params=3", "wanted a mapping"),
-        ("model_path='\udcff'", "wanted text (path)"),
+        ("model_path='\udcff'", "wanted text (path), in UTF-8 and without NUL"),
+        ("model_path='a\0b'", "wanted text (path), in UTF-8 and without NUL"),
+        ("slurm.extra=['\udcff']", "in UTF-8 and without NUL"),
+        ("task.params={a: ['\udcff']}", "in UTF-8 and without NUL"),
         ("task.params={1:2}", "with text as names"),
         ("seed=${sed}", "seed=${sed}: Interpolation key 'sed' not found"),
         ("train_gpus=${model.architecture}", "wanted a whole number (GPUs), this gives ''"),
@@ -305,11 +318,20 @@ def test_an_open_option_is_settled_by_a_later_word(tmp_path: Path) -> None:
     [
         (Tree(extra="/nowhere"), "--config-dir=/nowhere is not a folder"),
         (Tree(root="/nowhere"), "--config-path=/nowhere has no config.yaml"),
-        (Tree(name="other"), "other"),
+        (Tree(name="other"), "--config-name=other: there is no such file in pkg://conf"),
+        (Tree(root="pkg://nowhere"), "--config-path: there is no folder nowhere"),
+        (Tree(extra="x" * 5000), "is not a folder"),
+        (Tree(root="x" * 5000), "has no config.yaml"),
     ],
 )
 def test_a_folder_or_root_file_that_is_not_there_is_named(tree: Tree, wanted: str) -> None:
     assert wanted in refused(tree=tree)[0]
+
+
+def test_the_last_of_two_search_paths_counts(tmp_path: Path) -> None:
+    write(tmp_path / "experiment/mine.yaml", "# @package _global_\nseed: 3\n")
+
+    assert compose(["hydra.searchpath=[nowhere]", f"+hydra.searchpath=[{tmp_path}]", "+experiment=mine"]).seed == 3
 
 
 def test_a_root_file_of_the_user_reaches_the_groups_of_the_house(tmp_path: Path) -> None:

@@ -25,6 +25,18 @@ def sources(*overrides: str, tree: Tree = Tree()) -> dict[str, str]:  # noqa: B0
     return dict(compose_with_sources(overrides, tree).sources)
 
 
+def test_a_user_without_a_home_folder_is_asked_for_a_cache_only_when_one_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what it returns then
+
+    assert settled(["+experiment=grpo_7b"]).problems == ()
+    (problem,) = settled(["+experiment=demo"]).problems
+    assert problem.startswith("launch.cache_dir is empty and this user has no home folder")
+    assert settled(["+experiment=demo", "launch.cache_dir=/cache"]).problems == ()
+
+
 def test_every_option_has_one_source() -> None:
     assert tuple(sources("+experiment=demo")) == option_names()
 

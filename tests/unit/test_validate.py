@@ -6,12 +6,21 @@ from dataclasses import replace
 
 import pytest
 
+from conf.options import declared
 from conf.schema import LibraConfig
 from launch.compose import compose
 from planner.architecture import Architecture
 from planner.model import from_model_config
 from planner.notes import notes
-from planner.validate import cross_problems, model_problems, problems, reload_method_problems, start_problems
+from planner.validate import (
+    cross_problems,
+    impossible_path,
+    model_problems,
+    option_problems,
+    problems,
+    reload_method_problems,
+    start_problems,
+)
 
 GRP = "global_resource_planner"
 GPUS = ["model=qwen2_5_7b", "model_path=/models/m", "train_gpus=8", "rollout_gpus=8", "train_tp_size=4"]
@@ -33,6 +42,40 @@ def architecture(config: LibraConfig) -> Architecture:
 
 def test_the_demo_has_no_problem() -> None:
     assert problems(compose(["+experiment=demo"])) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [
+        ("a\0b", "is no UTF-8 text without NUL"),
+        ("/runs/\udcff", "is no UTF-8 text without NUL"),
+        (f"/runs/{'a' * 256}/x", "launch.run_dir: a part of the path has 256 bytes, the most allowed are 255"),
+        (f"/runs/{'ä' * 128}/x", "has 256 bytes"),
+        ("/runs" * 820, "launch.run_dir is a path of 4100 bytes, the most allowed are 4095"),
+        ("/runs/" + "a" * 255, ""),
+        ("", ""),
+    ],
+)
+def test_a_path_that_no_file_can_have_is_refused(path: str, wanted: str) -> None:
+    said = impossible_path("launch.run_dir", path)
+
+    assert wanted in said
+    assert bool(said) == bool(wanted)
+
+
+@pytest.mark.parametrize("name", [name for name, option in declared(LibraConfig).items() if option.unit == "path"])
+def test_every_option_that_is_a_path_is_judged_as_one(name: str) -> None:
+    found = option_problems(compose([f"{name}={'a' * 300}"]))
+
+    assert any(problem.startswith(name) and "255" in problem for problem in found)
+
+
+@pytest.mark.parametrize("character", "%'\"\\\n")
+def test_a_run_directory_that_a_job_script_cannot_name_is_refused_before_it_is_made(character: str) -> None:
+    config = compose(GPUS)
+    named = replace(config, launch=replace(config.launch, run_dir=f"/runs/a{character}b"))
+
+    assert "launch.run_dir=" in "\n".join(cross_problems(named))
 
 
 def test_the_setup_that_these_tests_change_has_no_problem() -> None:
