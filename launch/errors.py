@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+LONGEST_LINE = 1000
+"""Characters of one line of a message; a value that somebody typed may be a whole file."""
+
 
 class LibraError(Exception):
     """Ends the launcher with `exit_code` and the message, without a stack trace."""
@@ -18,9 +21,25 @@ class ConfigError(LibraError, ValueError):
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
-        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        lines = "\n".join(f"  - {readable(problem)}" for problem in self.problems)
         noun = "problem" if len(self.problems) == 1 else "problems"
         super().__init__(f"{len(self.problems)} {noun} in the configuration; nothing was started:\n{lines}")
+
+
+def readable(text: str) -> str:
+    """For a terminal: lines without their middle when they are too long, no character that would move the cursor."""
+    return "\n".join(_shortened("".join(map(_visible, line))) for line in text.split("\n"))
+
+
+def _visible(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+def _shortened(line: str) -> str:
+    if len(line) <= LONGEST_LINE:
+        return line
+    half = LONGEST_LINE // 2 - 3
+    return f"{line[:half]} ... {line[-half:]}"
 
 
 class InterruptedRunError(LibraError):

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -168,6 +169,13 @@ def test_explain_does_not_answer_for_words_that_mean_nothing(capsys: pytest.Capt
         (["--experimental-rerun", "x.pickle"], "reads a pickle; use --config-path RUN"),
         (["--config-dir", "/nowhere", "seed=1"], "--config-dir=/nowhere is not a folder"),
         (["--config-path", "/nowhere", "seed=1"], "--config-path=/nowhere has no config.yaml"),
+        (["--config-dir=", "seed=1"], "--config-dir is empty"),
+        (["--config-path=", "--config-name=", "seed=1"], "--config-path and --config-name is empty"),
+        (["+experiment=demo", "--package", "launch.dry_run=true"], "--package only goes with --cfg job"),
+        (["+experiment=demo", "--resolve"], "--resolve only goes with --cfg job"),
+        (["-sc"], "--shell-completion stands alone with one word"),
+        (["-sc", "+experiment=demo"], "--shell-completion stands alone with one word"),
+        (["-sc", "query=bash"], "what a shell asks, with its line in COMP_LINE"),
     ],
 )
 def test_flags_that_cannot_be_followed_are_refused(
@@ -176,6 +184,95 @@ def test_flags_that_cannot_be_followed_are_refused(
     assert run(words) == 2
 
     assert wanted in capsys.readouterr().err
+
+
+# ---- what Hydra answers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", [["--info", "config"], ["--cfg", "all"], ["--hydra-help"]])
+def test_hydra_is_not_asked_about_words_that_mean_nothing(
+    asked: list[tuple[str, Sequence[str]]], capsys: pytest.CaptureFixture[str], flag: list[str]
+) -> None:
+    assert run([*flag, "totl_steps=1", "seed=x"]) == 2
+
+    assert asked == []
+    said = capsys.readouterr().err
+    assert "did you mean 'total_steps'" in said
+    assert "seed=x: wanted a whole number" in said
+
+
+@pytest.mark.parametrize(
+    "words", [["--info", "defaults", "experiment=demo"], ["--cfg", "all", "model=qwen3_8b", "cluster=null"]]
+)
+def test_what_hydra_refuses_is_said_without_a_stack_trace(words: list[str]) -> None:
+    command = [sys.executable, "-m", "launch", *words]
+
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 2
+    assert "Hydra: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---- where it runs, and where its words go ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["+experiment=demo", "launch.dry_run=true"],
+        ["-m", "+experiment=demo", "seed=1,2", "launch.dry_run=true"],
+        ["--config-dir", "mine", "+experiment=x"],
+        ["--info", "config"],
+        ["-sc", "install=bash"],
+    ],
+)
+def test_a_working_folder_that_is_gone_is_said(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+
+    assert run(words) == 2
+
+    assert "the folder in which this command was started is gone" in capsys.readouterr().err
+
+
+def launched(*words: str, **how: Any) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "launch", *words]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), **how.pop("env", {})}
+    where = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": PROJECT, **how}
+    return subprocess.run(command, env=environment, timeout=60, check=False, **where)
+
+
+def test_a_working_folder_whose_name_is_no_text_is_said(tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path) + b"/\xff"
+    os.mkdir(folder)
+
+    done = launched("+experiment=demo", "launch.dry_run=true", cwd=folder)
+
+    assert done.returncode == 2
+    assert b"is no UTF-8 text without NUL; choose another launch.run_dir" in done.stderr
+    assert launched("+experiment=demo", "launch.dry_run=true", "launch.run_dir=/runs/x", cwd=folder).returncode == 0
+
+
+def test_a_terminal_that_cannot_show_a_letter_gets_it_escaped() -> None:
+    done = launched(
+        "+experiment=demo", "slurm.job_name='é'", "launch.dry_run=true", env={"PYTHONIOENCODING": "ascii:strict"}
+    )
+
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"--job-name=" in done.stdout
+
+
+def test_a_full_disk_behind_the_output_is_one_sentence() -> None:
+    with open("/dev/full", "wb") as full:
+        done = launched("+experiment=demo", "launch.dry_run=true", stdout=full)
+
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines() == ["the system refused: [Errno 28] No space left on device"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, InterruptedRunError("stopped")])
