@@ -30,7 +30,8 @@ trace: venv  ## Write a Chrome trace of a run: make trace RUN=runs/demo
 	$(PY) -m traces export "$(RUN)"
 
 test: lint  ## Everything: lint, and all tests (some start a real vLLM and a private Slurm)
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile tests/unit tests/contract
+	$(PY) -m pytest tests/integration
 
 test-fast: venv  ## The tests that need neither Slurm nor vLLM
 	$(PY) -m pytest -n 2 --dist loadfile tests/unit tests/contract
