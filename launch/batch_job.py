@@ -26,7 +26,8 @@ QUICK_S = 3.0
 """A supervisor that was asked to end has no time for a slow controller."""
 LOG_BYTES = 65536
 NODE_FAILURE = "DUE TO NODE FAILURE"
-"""slurmstepd's word in the job's own output, of a job that ends because of one."""
+TIME_LIMIT = "DUE TO TIME LIMIT"
+"""slurmstepd's words in the job's own output, before it sends TERM."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,15 @@ class BatchJob(Job):
         facts = self._ask(QUICK_S)
         if facts is None:
             return CANCELLED
-        is_requeued = facts.restarts > self._restarts
-        if NODE_FAILURE in self._said_since_start():
+        is_requeued, said = facts.restarts > self._restarts, self._said_since_start()
+        if NODE_FAILURE in said:
             return Termination("node_failure", is_requeued)
         if is_requeued:
             return Termination("requeued", True)
         if facts.preempted is not None:
             return Termination("preempted")
-        return Termination("time_limit") if facts.end is not None and facts.end <= self._wall() else CANCELLED
+        # Not from EndTime: Slurm sets it to the present for a job that is cancelled.
+        return Termination("time_limit") if TIME_LIMIT in said else CANCELLED
 
     def _said_since_start(self) -> str:
         """The job's own output without that of its earlier runs, which ended for their own reasons."""
