@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fake_runs import fake_plan, fake_run, go, state, until
-from tests.integration.test_supervisor_slurm import slurm_config
+from tests.slurm_kit import slurm_config
 
 pytestmark = pytest.mark.slurm
 

@@ -23,7 +23,7 @@ from stages.rundir import RunDir
 from tests.fake_launch import make_model
 from tests.fake_runs import await_ready, fake_plan, fake_run, go, processes_of, state, until
 from tests.fake_stages import entry
-from tests.integration.test_supervisor_slurm import slurm_config
+from tests.slurm_kit import slurm_config
 
 pytestmark = pytest.mark.slurm
 

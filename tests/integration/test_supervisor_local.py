@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from launch import submission
 from launch.cancel_request import CancelRequest, write_cancel_request
 from launch.executors import submit
+from launch.local import LocalPairJob
 from stages.rollout.node_folder import node_folder
 from tests.fake_runs import await_ready, fake_config, fake_plan, fake_run, go, processes_of, state, until
 from tests.fake_stages import entry
@@ -36,7 +38,7 @@ def test_a_run_that_goes_well_succeeds_and_leaves_nothing(local: Start) -> None:
 
     assert run.end() == ("succeeded", "")
     assert run.submission.exit_code == 0
-    assert run.submission.job.result()["outcome"] == "success"
+    assert cast(LocalPairJob, run.submission.job).result()["outcome"] == "success"
     assert {name: step["state"] for name, step in state(run.run)["steps"].items()} == {
         "trainer": "ended",
         "controller": "ended",

@@ -21,7 +21,7 @@ NODES = parse_sinfo(SINFO)
 
 
 def component(role: str = "trainer", nodes: int = 1, **changes: Any) -> Component:
-    sizes = {"cpus": 64, "gpus_per_node": 8, "mem_bytes": 0, "partition": "gpu"} | changes
+    sizes: dict[str, Any] = {"cpus": 64, "gpus_per_node": 8, "mem_bytes": 0, "partition": "gpu"} | changes
     return Component(roles=(role,), nodes=nodes, **sizes)
 
 
@@ -36,11 +36,15 @@ def problems(*components: Component, time_min: int = 60) -> str:
 def test_a_line_of_sinfo_is_nodes_that_are_alike() -> None:
     default, down, mixed = NODES[:3]
 
-    assert (default.partition, default.is_default, default.names) == ("dev", True, {"node0", "node1", "node2"})
+    assert (default.partition, default.is_default, default.names) == (
+        "dev",
+        True,
+        frozenset({"node0", "node1", "node2"}),
+    )
     assert (default.cpus, default.memory_bytes, default.gpus) == (4, 8000 * 2**20, (("", 2),))
     assert (default.limit_s, default.most_nodes, default.features) == (None, None, frozenset())
     assert [node.is_usable for node in NODES] == [True, False, True, False, True, True]
-    assert (mixed.gpus, mixed.features) == ((("h100", 8),), {"h100", "nvme", "ib"})
+    assert (mixed.gpus, mixed.features) == ((("h100", 8),), frozenset({"h100", "nvme", "ib"}))
     assert (mixed.limit_s, mixed.most_nodes) == (172800, 8)
     assert (NODES[5].cpus, NODES[5].memory_bytes) == (128, 257000 * 2**20)
     assert down.names == {"node3"}

@@ -146,8 +146,8 @@ def test_the_command_line_wins_over_the_trace_folder_variable() -> None:
 def test_what_was_left_empty_comes_from_the_launcher() -> None:
     composed = settled(["+experiment=demo", "cluster=auto"])
 
-    wanted = ("model_path", "tokenizer_path", "launch.mode", "launch.run_dir", "launch.cache_dir")
-    wanted += ("launch.python", "launch.supervisor_python")
+    wanted = ["model_path", "tokenizer_path", "launch.mode", "launch.run_dir", "launch.cache_dir"]
+    wanted += ["launch.python", "launch.supervisor_python"]
     assert {name: composed.sources[name] for name in wanted} == dict.fromkeys(wanted, "launcher")
 
 
