@@ -23,6 +23,9 @@ from launch.steps import Incarnation, Step, StepRunner, StepStartError, StepStat
 from stages.desired import StepSpec
 from stages.process import die_with_parent
 
+INTO_OWN_LOG = 'exec "$@" >>"$0.$SLURM_PROCID.log" 2>&1'
+"""srun's own `--output=NAME.%t.log` counts from -1 in steps of a hetjob (24.11.5, 26.05.5): rank 0 writes to
+NAME.4294967295.log and rank 1 to NAME.0.log. slurmstepd's words go to srun's stderr."""
 IMMEDIATE_S = 60
 """How long srun may wait for the step's resources. They belong to the job, so a longer wait means a wrong plan."""
 
@@ -53,6 +56,17 @@ def srun_command(
     incarnation: Incarnation, allocation: Allocation, python: str, around: Surroundings = BARE
 ) -> list[str]:
     """The whole command line of one step. Raises StepStartError when the allocation lacks the step's place."""
+    command = step_command(python, incarnation, around.prefix(incarnation.spec.role))
+    return [*srun_words(incarnation, allocation, around), *into_own_log(incarnation, command)]
+
+
+def into_own_log(incarnation: Incarnation, command: Sequence[str]) -> list[str]:
+    """`command` for srun: each task writes to its own log."""
+    return ["/bin/sh", "-c", INTO_OWN_LOG, str(incarnation.log_stem), *command]
+
+
+def srun_words(incarnation: Incarnation, allocation: Allocation, around: Surroundings = BARE) -> list[str]:
+    """srun with its options, without the command. Raises StepStartError when the allocation lacks the step's place."""
     spec = incarnation.spec
     hosts = _hosts(spec, allocation)
     return [
@@ -72,11 +86,8 @@ def srun_command(
         "--cpu-bind=none",
         "--kill-on-bad-exit=0",
         "--wait=0",
-        "--open-mode=append",
         f"--job-name={incarnation.unique_name}",
-        f"--output={incarnation.log('%t')}",
         *around.srun_words(spec.role),
-        *step_command(python, incarnation, around.prefix(spec.role)),
     ]
 
 

@@ -67,9 +67,14 @@ class Incarnation:
         """stderr of srun."""
         return self.run.logs / f"{self.label}.srun.log"
 
+    @property
+    def log_stem(self) -> Path:
+        """What the names of the tasks' logs begin with."""
+        return self.run.logs / self.label
+
     def log(self, rank: int | str) -> Path:
-        """stdout and stderr of one task; `%t` as rank is srun's pattern for it."""
-        return self.run.logs / f"{self.label}.{rank}.log"
+        """stdout and stderr of one task; "*" as rank for a pattern of all."""
+        return self.log_stem.with_name(f"{self.label}.{rank}.log")
 
     def write_pickle(self, entry: Entry, timeout_min: int) -> None:
         """Leave the callable where `submitit.core._submit FOLDER` looks for it."""

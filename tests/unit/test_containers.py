@@ -9,7 +9,7 @@ import pytest
 
 from conf.schema import LibraConfig
 from launch.containers import is_contained, outer_python, surroundings
-from launch.srun import Allocation, srun_command
+from launch.srun import INTO_OWN_LOG, Allocation, srun_command
 from launch.steps import Incarnation
 from launch.subprocesses import SubprocessRunner
 from stages.desired import StepSpec
@@ -34,8 +34,12 @@ def spec(role: str) -> StepSpec:
 
 
 def command(config: LibraConfig, role: str) -> list[str]:
+    """Without the shell between srun and the task, which opens the task's log."""
     incarnation = Incarnation(spec(role), RunDir(Path("/runs/a b"), "id", 0, "test"), "12")
-    return srun_command(incarnation, HOSTS, "/venv/bin/python", surroundings(config))
+    words = srun_command(incarnation, HOSTS, "/venv/bin/python", surroundings(config))
+    shell = words.index("/bin/sh")
+    assert words[shell + 1 : shell + 4] == ["-c", INTO_OWN_LOG, f"/runs/a b/attempts/0/logs/{spec(role).name}"]
+    return words[:shell] + words[shell + 4 :]
 
 
 def test_without_a_container_a_step_is_the_python_of_the_machine() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from launch.scrub import scrubbed
-from launch.srun import Allocation, parse_srun_errors, srun_command
+from launch.srun import INTO_OWN_LOG, Allocation, parse_srun_errors, srun_command
 from launch.steps import STEP_ID_VARIABLE, Incarnation, Step, StepStartError, StepStatus, exception_text, tail
 from launch.subprocesses import GpuPool, SubprocessRunner, visible_gpus
 from launch.sweep import marked, sweep
@@ -325,6 +325,32 @@ stages.rollout.VllmStartError: the server exited 1; its last lines:
     assert exception_text(text.splitlines()) == (
         "stages.rollout.VllmStartError: the server exited 1; its last lines:\n  | OSError: port taken"
     )
+
+
+def test_each_task_writes_to_the_log_of_its_own_rank(tmp_path: Path) -> None:
+    """srun's %t would count from -1 in a hetjob (24.11 on)."""
+    stem = tmp_path / "it's a $log" / "trainer"
+    stem.parent.mkdir()
+    for rank in ("0", "1"):
+        command = [
+            "/bin/sh",
+            "-c",
+            INTO_OWN_LOG,
+            str(stem),
+            "/bin/sh",
+            "-c",
+            'echo "$1"; echo "$2" >&2; exit 7',
+            "x",
+            "a b",
+            "$c",
+        ]
+        done = subprocess.run(command, env={"SLURM_PROCID": rank}, capture_output=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (7, b"", b"")
+
+    assert {path.name: path.read_text() for path in stem.parent.iterdir()} == {
+        "trainer.0.log": "a b\n$c\n",
+        "trainer.1.log": "a b\n$c\n",
+    }
 
 
 def test_a_log_without_a_traceback_has_no_exception() -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.doctor.order import Order
-from launch.srun import Allocation, srun_command
-from launch.steps import Incarnation, step_command, step_environment, tail
+from launch.srun import Allocation, into_own_log, srun_words
+from launch.steps import Incarnation, step_environment, tail
 from stages.desired import StepSpec
 from stages.files import make_directory
 from stages.process import die_with_parent
@@ -143,12 +143,10 @@ class SlurmSteps(Steps):
 
     def _command(self, incarnation: Incarnation, command: list[str], flags: Sequence[str]) -> list[str]:
         around = self._order.around
-        prefix = around.prefix(incarnation.spec.role)
-        whole = srun_command(incarnation, self._allocation, command[0], around)
-        ours = whole[: len(whole) - len(step_command(command[0], incarnation, prefix))]
+        ours = srun_words(incarnation, self._allocation, around)
         if flags:
             ours = [word for word in ours if not word.startswith("--gpus-per-node")] + list(flags)
-        return [*ours, *prefix, *SHELL, *command]
+        return [*ours, *into_own_log(incarnation, [*around.prefix(incarnation.spec.role), *SHELL, *command])]
 
 
 class LocalSteps(Steps):
