@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import submitit
+import submitit  # noqa: F401  (bare Python imports what Libra's steps import)
 
 from stages.desired import end_run, read_desired
 from stages.files import list_names
@@ -27,13 +27,13 @@ LOOK_S = 0.05
 
 
 def say(folder: Path, name: str) -> None:
-    (folder / name).write_text(repr(time.time()))
+    """That this task of step `name` has started, and when."""
+    (folder / f"{name}.{os.environ['SLURM_PROCID']}").write_text(repr(time.time()))
 
 
 def entry(role: str, run_dir: str, attempt: int, name: str) -> dict[str, Any]:
     """In place of stages.entry.run_stage. The controller ends the run when every task has said that it started."""
-    place = submitit.JobEnvironment()
-    say(Path(run_dir) / STARTED, f"{name}.{place.global_rank}")
+    say(Path(run_dir) / STARTED, name)
     die_with_parent()
     stop = threading.Event()
     install_stop_handlers(stop)
@@ -74,4 +74,4 @@ if __name__ == "__main__":
         from benchmarks import starting
 
         sys.exit(starting.launch(sys.argv[2:]))
-    say(Path(sys.argv[1]), f"{sys.argv[2]}.{os.environ['SLURM_PROCID']}")
+    say(Path(sys.argv[1]), sys.argv[2])

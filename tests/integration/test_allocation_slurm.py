@@ -25,6 +25,8 @@ from tests.fake_runs import await_ready, go, processes_of, state, until
 
 pytestmark = pytest.mark.slurm
 
+NAME = "grpo, first [try]"
+"""A job may have a name that means something to Hydra; the run directory is called after it."""
 WRAPPERS = Path(__file__).parents[2] / "launch" / "wrappers"
 NODE = ("--cpus-per-task=4", "--mem=1000M")
 """What a node of the development cluster has."""
@@ -44,14 +46,14 @@ class WrapperJob:
         python.write_text(f'#!/bin/bash\nshift 3\nexec "{sys.executable}" -u -m tests.fake_launch "$@"\n')
         python.chmod(0o700)
         environment = {**os.environ, "LIBRA_PYTHON": str(python), "FAKE_BEHAVIOURS": json.dumps(fakes)}
-        command = ["sbatch", "--parsable", *options, str(WRAPPERS / wrapper), *words]
+        command = ["sbatch", "--parsable", f"--job-name={NAME}", *options, str(WRAPPERS / wrapper), *words]
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False
         )
         assert done.returncode == 0, done.stderr
         self.job_id = int(done.stdout)
         self.log_file = folder / f"libra-{self.job_id}.log"
-        self.root = folder / "runs" / f"libra-{self.job_id}"
+        self.root = folder / "runs" / f"{NAME}-{self.job_id}"
 
     @property
     def log(self) -> str:
