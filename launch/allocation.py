@@ -20,7 +20,9 @@ from stages.rundir import RunDir, RunNotFoundError
 
 STEP_MARK = "LIBRA_STEP_ID"
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""slurm.h: steps from here on are the batch script, the shell of salloc (LaunchParameters=use_interactive_step) and the like."""
+"""slurm.h: steps from here on are the batch script, the shell of salloc (LaunchParameters=use_interactive_step) and the like.
+
+26.05 writes them as numbers below zero: -5 in the batch script, where 24.11 sets nothing."""
 
 NOT_INSIDE = (
     "launch.mode=allocation: this shell is in no Slurm job (SLURM_JOB_ID is not set, or it is a step of one); start it in salloc or"
@@ -59,7 +61,7 @@ def is_inside(environ: Mapping[str, str]) -> bool:
     if "SLURM_JOB_ID" not in environ or STEP_MARK in environ or "SUBMITIT_EXECUTOR" in environ:
         return False
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-    return not step or (step.isdigit() and int(step) >= FIRST_SPECIAL_STEP)
+    return not step or (step.lstrip("-").isdigit() and int(step) & 0xFFFFFFFF >= FIRST_SPECIAL_STEP)
 
 
 def held(environ: Mapping[str, str], ask: Ask = slurm.command) -> Held:

@@ -78,6 +78,7 @@ def silent(command: Sequence[str]) -> str:
         (BATCH, True),
         (HET_SALLOC, True),
         (SALLOC | {"SLURM_STEP_ID": "4294967290"}, True),
+        (BATCH | {"SLURM_STEP_ID": "-5", "SLURM_STEPID": "-5"}, True),  # 26.05
         (SALLOC | {"SLURM_STEP_ID": "0"}, False),
         (SALLOC | {"SLURM_STEPID": "3"}, False),
         (BATCH | {"LIBRA_STEP_ID": "run.0.trainer/"}, False),
