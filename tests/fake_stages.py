@@ -23,6 +23,7 @@ from stages.checkpoint import newest
 from stages.checkpoint.manifest import CheckpointManifest, FileEntry, Fingerprint, Layout, rank_file
 from stages.desired import end_run
 from stages.files import list_names, write_bytes_atomic
+from stages.orphaned import SupervisorWatch
 from stages.process import die_with_parent, install_stop_handlers
 from stages.rundir import RunDir
 from stages.stopping import read_stop_request
@@ -127,8 +128,14 @@ def work(told: dict[str, Any], run: RunDir, stop: threading.Event) -> dict[str, 
 
 
 def serve(told: dict[str, Any], run: RunDir, stop: threading.Event) -> dict[str, Any]:
-    """Run until asked to stop."""
-    wait(lambda: False, stop)
+    """Run until asked to stop; `watch`: the supervisor is looked after, as a real instance does."""
+    watch = SupervisorWatch(run, os.environ.get("SLURM_JOB_ID", "") if told.get("watch") else "", True, silent_s=5.0)
+
+    def look() -> bool:
+        watch.look()
+        return False
+
+    wait(look, stop)
     return {"stopped": True}
 
 

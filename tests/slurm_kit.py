@@ -91,9 +91,9 @@ class SlurmRun:
         lines = [json.loads(line) for line in self.at(attempt).events_jsonl.read_text().splitlines()]
         return [line for line in lines if line["event"] == what]
 
-    def await_attempt(self, attempt: int) -> dict[str, int]:
+    def await_attempt(self, attempt: int, deadline_s: float = AGAIN_S) -> dict[str, int]:
         """Wait until all tasks of a later attempt are up; returns their pids."""
-        until(lambda: self.state_of(attempt).get("phase") == "running", AGAIN_S, f"attempt {attempt}")
+        until(lambda: self.state_of(attempt).get("phase") == "running", deadline_s, f"attempt {attempt}")
         started = self.run.root / "ready"
         fresh = {name: self.pids[name] for name in self.tasks}
         until(

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from planner.plan import InstancePlacement
 from stages.context import StageContext
+from stages.orphaned import SupervisorWatch
 from stages.process import incarnation
 from stages.rollout.agent import ServerKeeper, StartPoint, host_name
 from stages.rollout.errors import RolloutOptionError, UnprovedWeightsError
@@ -81,8 +82,9 @@ def _serve(context: StageContext, start: StartPoint, digest_to_prove: str | None
 def _follow_requests(context: StageContext, keeper: ServerKeeper, registration: Registration) -> NoReturn:
     """Apply every request for a version newer than the one served; leaves only by an exception."""
     handled = registration.status.version
-    since_s = time.monotonic()
+    since_s, supervisor = time.monotonic(), SupervisorWatch.of(context)
     while True:
+        supervisor.look()
         request = pending_request(context.run, context.name, handled)
         if request is not None:
             Refresh(context, keeper, registration, request).apply()
