@@ -91,6 +91,7 @@ def silent(command: Sequence[str]) -> str:
         "batch",
         "het",
         "interactive-step",
+        "negative-step",
         "srun-pty",
         "old-name",
         "our-step",
