@@ -27,6 +27,7 @@ QUICK_S = 3.0
 LOG_BYTES = 65536
 NODE_FAILURE = "DUE TO NODE FAILURE"
 TIME_LIMIT = "DUE TO TIME LIMIT"
+PREEMPTION = "DUE TO PREEMPTION"
 """slurmstepd's words in the job's own output, before it sends TERM."""
 
 
@@ -121,10 +122,10 @@ class BatchJob(Job):
         is_requeued, said = facts.restarts > self._restarts, self._said_since_start()
         if NODE_FAILURE in said:
             return Termination("node_failure", is_requeued)
+        if facts.preempted is not None or PREEMPTION in said:
+            return Termination("preempted", is_requeued)
         if is_requeued:
             return Termination("requeued", True)
-        if facts.preempted is not None:
-            return Termination("preempted")
         # Not from EndTime: Slurm sets it to the present for a job that is cancelled.
         return Termination("time_limit") if TIME_LIMIT in said else CANCELLED
 

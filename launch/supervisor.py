@@ -146,13 +146,17 @@ class Supervisor:
         if self._journal.trouble is not None:
             return Cause("supervisor", "error", f"the state cannot be recorded: {self._journal.trouble}")
         if self._interruption.warning:
-            return Stop(
-                "time_limit", f"the time limit is near ({self._interruption.warning})", exit_code=TIME_LIMIT_CODE
-            )
+            return self._warned(self._interruption.warning)
         if self._clock() < self._next_look_s:
             return None
         self._next_look_s = self._clock() + LOOK_S
         return self._requested() or self._out_of_time()
+
+    def _warned(self, signal_name: str) -> Stop:
+        """Slurm sends the same signal before the limit and, where the cluster says so, at a preemption."""
+        if self._job.why_term().kind == "preempted":
+            return Stop("preempted", f"{TERMINATIONS['preempted']} ({signal_name})", exit_code=143)
+        return Stop("time_limit", f"the time limit is near ({signal_name})", exit_code=TIME_LIMIT_CODE)
 
     def _terminated(self, cause: Cause) -> Cause | Stop:
         """A TERM may be Slurm's way of taking the nodes for the moment only."""
@@ -161,6 +165,11 @@ class Supervisor:
             return cause
         code = TIME_LIMIT_CODE if why.kind == "time_limit" else cause.exit_code
         return Stop(why.kind, TERMINATIONS[why.kind], exit_code=code, is_requeued=why.is_requeued, is_late=True)
+
+    def _taken_back(self) -> Stop | None:
+        """A preemption that leaves time (GraceTime) sends its TERM to the steps alone: the supervisor hears of it by their end."""
+        verdict = self._terminated(Cause("supervisor", "cancelled", ""))
+        return verdict if isinstance(verdict, Stop) else None
 
     def _requested(self) -> Cause | Stop | None:
         request = read_cancel_request(self._run)
@@ -181,7 +190,8 @@ class Supervisor:
 
     def _trouble(self, desired: DesiredState) -> Cause | Stop | None:
         for cause, item in failures(self._fleet.tracked.values(), desired, self._clock()):
-            verdict = self._restarts.respond(item, self._explained(cause, item), desired)
+            stop = self._taken_back() if cause.kind == "stopped" else None
+            verdict = stop or self._restarts.respond(item, self._explained(cause, item), desired)
             if verdict is not None:
                 return verdict
         if desired.phase == "stop" and desired.outcome == "failure":
@@ -243,7 +253,7 @@ class Supervisor:
     def _stop(self, stop: Stop) -> Cause | Stop | None:
         """Ask for a checkpoint, and wait until trainer and controller have ended; then the attempt may be ended."""
         self._journal.note(stop={"kind": stop.kind, "reason": stop.reason})
-        if stop.is_late and stop.kind != "preempted":
+        if stop.is_requeued or (stop.is_late and stop.kind != "preempted"):
             return stop  # Slurm has sent TERM to every step, and KILL follows soon
         left_s = max(0.0, self._job.time_left_s(exactly=True))
         most_s = min(grace_s(self._times.latest()), max(left_s - ENDING_S, left_s / 2))

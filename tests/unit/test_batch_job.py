@@ -135,6 +135,7 @@ NODE = "*** JOB 41 ON node0 CANCELLED AT 1 DUE TO NODE FAILURE, SEE SLURMCTLD LO
         (("Restarts=0", "Restarts=1"), NODE, Termination("node_failure", True)),
         (("Restarts=0", "Restarts=0"), NODE, Termination("node_failure", False)),
         (("PreemptTime=None", "PreemptTime=2026-11-30T01:44:06"), "", Termination("preempted")),
+        (("Restarts=0", "Restarts=1"), "*** JOB 41 ... DUE TO PREEMPTION ***", Termination("preempted", True)),
         (
             ("EndTime=2026-11-30T01:44", "EndTime=2026-11-30T01:42"),
             "... DUE TO TIME LIMIT ***",

@@ -193,6 +193,29 @@ def test_a_preempted_job_saves_and_is_requeued() -> None:
         assert run.job.restarted == ["preempted"]
 
 
+def test_a_preemption_whose_term_only_the_steps_get_is_noticed_by_their_end() -> None:
+    with world() as run:
+        run.job.term = Termination("preempted")
+        for name in ("rollout_000", "trainer", "controller"):
+            run.at(2.0, name, Success({0: {"stopped": True}}))
+
+        assert isinstance(run.supervise(), Requeued)
+        assert run.job.restarted == ["preempted"]
+        assert run.restarts_of("rollout_000") == []
+
+
+def test_a_warning_of_a_preemption_is_told_from_that_of_the_limit() -> None:
+    with world() as run:
+        run.job.term = Termination("preempted")
+        run.at(2.0, "warning")
+
+        ending = run.supervise()
+
+        assert isinstance(ending, Requeued)
+        assert ending.reason == "the job was preempted (SIGUSR1)"
+        assert run.runner.step("trainer").verdict == STOPPED_AT
+
+
 def test_people_can_end_a_run_with_a_checkpoint() -> None:
     with world() as run:
         run.at(2.0, "ask", True)
