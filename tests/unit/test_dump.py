@@ -50,11 +50,11 @@ CONFIGS = st.builds(
         ),
     ),
     STRINGS,
-    st.floats(allow_nan=False),
-    st.integers(),
+    st.floats(-1e30, 1e30),
+    st.integers(-(2**53), 2**53),
     st.lists(STRINGS, max_size=3),
     st.dictionaries(STRINGS, VALUES, max_size=3),
-    st.none() | st.floats(allow_nan=False),
+    st.none() | st.floats(-1e30, 1e30),
 )
 
 
