@@ -57,7 +57,9 @@ class SystemRun:
     def note_what_others_see(self) -> None:
         """What every user of the machine can look at: addresses on which the run's processes listen, their command lines."""
         run_id = self.record("run.json")["run_id"]
-        pids = [pid for pid, mark in marked_processes() if mark.startswith(f"{run_id}.")] + descendants(self.process.pid)
+        pids = [pid for pid, mark in marked_processes() if mark.startswith(f"{run_id}.")] + descendants(
+            self.process.pid
+        )
         self.listening |= listening(pids)
         self.command_lines += [command_line(pid) for pid in pids]
 
