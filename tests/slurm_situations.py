@@ -19,6 +19,7 @@ from launch.devcluster.record import read_record
 from launch.devcluster.render import render_slurm_conf
 from launch.devcluster.topology import Site
 from tests.slurm_recorder import QUERIES, Recorder
+from tests.slurm_recordings import Said
 
 PARTITIONS = """\
 PreemptType=preempt/partition_prio
@@ -38,7 +39,7 @@ def main() -> int:
     with _cluster() as running:
         recorder = Recorder(running)
         limited = start_timeouts(recorder)
-        for play in (jobs_that_wait, living, ended, refused, hetjobs, bad_ends, about):
+        for play in (jobs_that_wait, living, ended, refused, hetjobs, bad_ends, environments, about):
             play(recorder)
         timeouts(recorder, limited)
         recorder.clear()
@@ -245,6 +246,17 @@ def bad_ends(recorder: Recorder) -> None:
     recorder.keep("srun_no_program", recorder.run(*flags[:-2], "/nowhere/program"))
     recorder.keep("srun_too_many", recorder.run("srun", "-N9", "--immediate=2", "true"))
     recorder.keep("srun_unknown_job", recorder.run("srun", "--jobid=99999999", "true"))
+
+
+def environments(recorder: Recorder) -> None:
+    """What Slurm puts into the environment of a batch script and of a step, in an ordinary job and in a hetjob."""
+    script, out = recorder.home / "env.sh", recorder.home / "env.out"
+    size = ("-N1", "-n1", "-c2", "--mem=100", "--gpus-per-node=1", "-t", "5")
+    for name, words, step in (("", size, "srun"), ("_het", (*size, ":", *size), "srun --het-group=1")):
+        for where, command in (("batch", "env"), ("step", f"{step} --gpus-per-node=1 --mem=100 env")):
+            script.write_text(f"#!/bin/bash\n{command} | grep -E '^(SLURM|CUDA)' | sort\n")
+            recorder.run("sbatch", "-W", "-o", str(out), *words, str(script))
+            recorder.keep(f"environment{name}_{where}", Said(("env",), 0, out.read_text()))
 
 
 def about(recorder: Recorder) -> None:

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from launch import slurm, waiting
+from launch import allocation, slurm, waiting
 from launch.batch_job import parse_facts
 from launch.doctor import slurm_facts
 from launch.job_states import JOB_STATES, SHORT_CODES
+from launch.scrub import scrubbed
 from launch.slurm import ComponentState, JobPhase, fold, job_phase
-from launch.srun import parse_srun_errors
+from launch.srun import Allocation, parse_srun_errors
+from stages.rollout import address
 from tests.slurm_recordings import FOLDER, Said, read, situations, versions
 
 PENDING, RUNNING, SUCCEEDED, FAILED = JobPhase.PENDING, JobPhase.RUNNING, JobPhase.SUCCEEDED, JobPhase.FAILED
@@ -105,6 +107,7 @@ OTHERS = {
     "running_steps",
 }
 OTHERS |= {"sbatch_dependency", "scancel_unknown", "silent", "sinfo", "sinfo_drained", "start_estimates", "test_only"}
+OTHERS |= {"environment_batch", "environment_step", "environment_het_batch", "environment_het_step"}
 OTHERS |= {"test_only_het", "unknown_job", "unknown_jobs", "versions"}
 BY_HAND = "by_hand"
 """Not a release: situations that cannot be had on a test cluster, written after the manual."""
@@ -284,6 +287,51 @@ def test_srun_names_the_tasks_that_ended_badly(version: str, name: str) -> None:
 
     assert parse_srun_errors(said.err) == SRUN[name]
     assert said.code != 0
+
+
+# ---- the environment of jobs and steps -------------------------------------------------------------------------------
+
+
+def environment(version: str, name: str) -> dict[str, str]:
+    lines = answer(version, f"environment_{name}", "env").splitlines()
+    return {key: value for key, _, value in (line.partition("=") for line in lines)}
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_a_batch_script_is_told_from_a_step(version: str) -> None:
+    inside = {name: allocation.is_inside(environment(version, name)) for name in ("batch", "het_batch")}
+    steps = {name: allocation.is_inside(environment(version, name)) for name in ("step", "het_step")}
+
+    assert set(inside.values()) == {True}
+    assert set(steps.values()) == {False}
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_a_supervisor_knows_the_components_of_its_job(version: str) -> None:
+    ordinary = Allocation.from_environment(environment(version, "batch"))
+    het = Allocation.from_environment(environment(version, "het_batch"))
+
+    assert (len(ordinary.component_ids), ordinary.is_het, len(ordinary.hosts[0])) == (1, False, 1)
+    assert het.component_ids == (het.job_id, het.job_id + 1)
+    assert (het.is_het, het.hosts) == (True, (("node0",), ("node1",)))
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_a_server_listens_on_loopback_only_when_its_job_is_one_node(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(address, "node_address", lambda: "10.1.2.3")
+
+    assert address.listen_address(environment(version, "step")) == address.LOOPBACK
+    assert address.listen_address(environment(version, "het_step")) == "10.1.2.3"
+
+
+@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize("name", ["batch", "step", "het_batch", "het_step"])
+def test_nothing_of_an_outer_job_goes_into_another(version: str, name: str) -> None:
+    left = scrubbed(environment(version, name))
+
+    assert set(left) <= {"SLURM_CONF", "CUDA_VISIBLE_DEVICES"}
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
