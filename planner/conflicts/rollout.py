@@ -40,4 +40,21 @@ def a_request_ends_before_its_batch(config: LibraConfig) -> Iterator[str]:
         )
 
 
-RULES = (cache_size_is_for_cpu, heartbeats_outlast_their_pause, a_request_ends_before_its_batch)
+def the_least_pool_is_no_larger_than_the_pool(config: LibraConfig) -> Iterator[str]:
+    wanted, gpus = config.rollout.min_instances, config.rollout_gpus
+    if config.global_resource_planner.initial_allocation_strategy == "grp":
+        gpus += config.train_gpus
+    available = gpus // max(1, config.vllm_tp_size)
+    if wanted > available:
+        yield (
+            f"rollout.min_instances={wanted} is more than the {available} instances that {gpus} GPUs make at"
+            f" vllm_tp_size={config.vllm_tp_size}; lower rollout.min_instances (0 needs all) or raise rollout_gpus"
+        )
+
+
+RULES = (
+    cache_size_is_for_cpu,
+    heartbeats_outlast_their_pause,
+    a_request_ends_before_its_batch,
+    the_least_pool_is_no_larger_than_the_pool,
+)
