@@ -22,7 +22,9 @@ from launch.pipeline import config_text
 from launch.prepare import Prepared, prepare
 from launch.tree import tree_at
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30).filter(lambda text: text != "???")
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30).filter(
+    lambda text: text != "???"
+)
 TRICKY = st.sampled_from(
     (
         *("", "#", " # no comment", "null", "yes", "1e3", "007", "0x1f", "1:30", ".inf", "=", "<<", "~", "%a", "@b"),
