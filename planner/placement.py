@@ -62,13 +62,15 @@ def check_shared_nodes(config: LibraConfig) -> None:
             f"train_gpus={config.train_gpus} + rollout_gpus={config.rollout_gpus} = {total} do not fit on this machine:"
             f" hardware.gpus_per_node={per_node}; lower one of them or use a Slurm cluster (cluster=slurm)"
         )
-    if config.launch.mode == "allocation":
-        if config.train_gpus % config.vllm_tp_size:
-            raise PlanError(
-                f"train_gpus={config.train_gpus} is not a multiple of vllm_tp_size={config.vllm_tp_size}: behind the trainer an"
-                " instance would cross nodes; change one of them"
-            )
-    elif total % per_node:
+    tp = config.vllm_tp_size
+    # Where instances lie in their nodes repeats after one for each GPU of a node.
+    starts = range(config.train_gpus, min(total - tp + 1, config.train_gpus + per_node * tp), tp)
+    if tp <= per_node and any(first % per_node + tp > per_node for first in starts):
+        raise PlanError(
+            f"train_gpus={config.train_gpus} and vllm_tp_size={tp}: behind the trainer an instance would cross nodes of"
+            f" hardware.gpus_per_node={per_node}; change one of them"
+        )
+    if config.launch.mode != "allocation" and total % per_node:
         raise PlanError(
             f"slurm.layout=single needs train_gpus + rollout_gpus = {total} to fill whole nodes of hardware.gpus_per_node={per_node}"
         )
