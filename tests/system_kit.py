@@ -63,6 +63,28 @@ class SystemRun:
         self.listening |= listening(pids)
         self.command_lines += [command_line(pid) for pid in pids]
 
+    def newest_step(self) -> int:
+        """The newest step (from 0) that was trained, or -1."""
+        names = [path.parent.name for path in self.run_dir.glob("batches/step_*/trained.json")]
+        return max((int(name.removeprefix("step_")) for name in names), default=-1)
+
+    def newest_version(self) -> int:
+        return int(self.record("weights/LATEST.json")["version"])
+
+    def instance(self, name: str) -> dict[str, Any]:
+        return self.record(f"instances/{name}.json")
+
+    def dropped(self) -> set[str]:
+        """Why groups were asked again, over all ledger files."""
+        lines = [line for path in self.run_dir.glob("ledger/*.jsonl") for line in path.read_text().splitlines()]
+        return {record["reason"] for record in map(json.loads, lines) if record["event"] == "dropped"}
+
+    def end(self) -> None:
+        """Ctrl-C, and the end of the launcher."""
+        self.note_ports()
+        self.process.send_signal(signal.SIGINT)
+        self.wait(2 * DEATH_DEADLINE_S)
+
     def note_ports(self) -> None:
         for name in list_names(self.run_dir / "instances"):
             url = self.record(f"instances/{name}").get("base_url")

@@ -75,11 +75,9 @@ def test_a_finished_job_reports_success_without_sacct_and_leaves_nothing(
     ("kill", "wanted"),
     [
         (kill_stage("trainer"), "trainer: killed by SIGKILL"),
-        (kill_server, "rollout_000"),
-        (kill_stage("controller"), "controller: killed by SIGKILL"),
         (kill_supervisor, "supervisor"),
     ],
-    ids=["trainer", "vllm-server", "controller", "supervisor"],
+    ids=["trainer", "supervisor"],
 )
 def test_a_killed_process_ends_the_job_with_its_name_and_leaves_nothing(
     tmp_path: Path, devcluster: DevCluster, kill: Callable[[SystemRun], None], wanted: str
@@ -92,5 +90,23 @@ def test_a_killed_process_ends_the_job_with_its_name_and_leaves_nothing(
 
         assert run.wait(DEATH_DEADLINE_S) != 0
         assert wanted in run.output()
+        run.assert_nothing_is_left()
+    assert_the_queue_is_empty(devcluster)
+
+
+def test_a_killed_server_is_replaced_and_a_killed_controller_goes_on(tmp_path: Path, devcluster: DevCluster) -> None:
+    overrides = ("cluster=devcluster", "total_steps=1000", "launch.evaluate=false")
+    with launched(tmp_path / "run", *overrides, env=devcluster.env()) as run:
+        run.wait_for_step(0)
+
+        kill_server(run)
+        kill_stage("controller")(run)
+
+        run.wait_until("another start of the instance", lambda: run.instance("rollout_000")["incarnation"] == 1)
+        run.wait_until("another ledger", lambda: (run.run_dir / "ledger/attempt_000.1.jsonl").exists())
+        run.wait_for_step(run.newest_step() + 3)
+        assert run.dropped() <= {"interrupted"}
+        subprocess.run(["scancel", run.record("attempts/0/state.json")["job_id"]], env=devcluster.env(), check=True)
+        assert run.wait(2 * DEATH_DEADLINE_S) != 0
         run.assert_nothing_is_left()
     assert_the_queue_is_empty(devcluster)
