@@ -68,6 +68,9 @@ class SystemRun:
         names = [path.parent.name for path in self.run_dir.glob("batches/step_*/trained.json")]
         return max((int(name.removeprefix("step_")) for name in names), default=-1)
 
+    def newest_checkpoint(self) -> int:
+        return max(int(name.removeprefix("step_")) for name in list_names(self.run_dir / "checkpoints"))
+
     def newest_version(self) -> int:
         return int(self.record("weights/LATEST.json")["version"])
 

@@ -11,7 +11,7 @@ import pytest
 
 from launch.devcluster.cluster import DevCluster
 from tests.integration.test_system_local import kill_server, kill_stage, kill_supervisor
-from tests.system_kit import DEATH_DEADLINE_S, SystemRun, launched
+from tests.system_kit import DEATH_DEADLINE_S, SystemRun, launched, metrics
 
 pytestmark = [pytest.mark.slurm, pytest.mark.vllm, pytest.mark.timeout(500)]
 TOTAL_STEPS = 3
@@ -108,5 +108,31 @@ def test_a_killed_server_is_replaced_and_a_killed_controller_goes_on(tmp_path: P
         assert run.dropped() <= {"interrupted"}
         subprocess.run(["scancel", run.record("attempts/0/state.json")["job_id"]], env=devcluster.env(), check=True)
         assert run.wait(2 * DEATH_DEADLINE_S) != 0
+        run.assert_nothing_is_left()
+    assert_the_queue_is_empty(devcluster)
+
+
+def test_a_job_that_is_warned_of_its_limit_goes_on_from_its_checkpoint_and_ends_well(
+    tmp_path: Path, devcluster: DevCluster
+) -> None:
+    overrides = ("cluster=devcluster", "total_steps=60", "launch.evaluate=false")
+    with launched(tmp_path / "run", *overrides, env=devcluster.env()) as run:
+        run.wait_for_step(1)
+        job_id = run.record("attempts/0/state.json")["job_id"]
+
+        subprocess.run(["scancel", "--batch", "--signal=USR1", job_id], env=devcluster.env(), check=True)
+
+        run.wait_until("the end of the attempt", lambda: run.record("attempts/0/state.json")["phase"] == "requeued")
+        saved = run.newest_checkpoint()
+        assert saved >= 2
+        run.wait_until("the next attempt", lambda: run.record("attempts/1/start.json"))
+        assert (
+            run.record("attempts/1/start.json")["step"]
+            == run.record("attempts/1/attempt.json")["resumed_step"]
+            == saved
+        )
+        assert run.wait(300) == 0, run.output()
+        assert [line["step"] for line in metrics(run.run_dir) if "event" not in line] == list(range(60))
+        assert run.record("summary.json")["attempts"] == 2
         run.assert_nothing_is_left()
     assert_the_queue_is_empty(devcluster)
