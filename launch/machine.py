@@ -16,6 +16,7 @@ from planner.architecture import Architecture
 from planner.memory import DTYPE_BYTES
 
 SLURM_PING_TIMEOUT_S = 5.0
+MAX_CONFIG_BYTES = 10_000_000
 
 
 def has_slurm(which: Callable[[str], str | None] = shutil.which, run: Callable[..., Any] = subprocess.run) -> bool:
@@ -38,13 +39,16 @@ def choose_mode(mode: str) -> str:
 
 def read_hf_config(model_path: Path) -> dict[str, Any] | None:
     """config.json of a HF folder; None when there is no such folder or file. Raises ConfigError for anything but an object."""
-    try:
-        text = (model_path / "config.json").read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
+    path = model_path / "config.json"
+    if not os.path.isfile(path):
         return None
+    if os.path.getsize(path) > MAX_CONFIG_BYTES:
+        raise ConfigError([f"model_path={model_path}: config.json has more than {MAX_CONFIG_BYTES} bytes"])
     try:
-        config = json.loads(text)
-    except ValueError as error:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"model_path={model_path}: config.json cannot be read ({error.strerror})"]) from error
+    except (ValueError, RecursionError) as error:  # also other bytes than UTF-8, numbers and brackets without end
         raise ConfigError([f"model_path={model_path}: config.json is not JSON ({error})"]) from error
     if not isinstance(config, dict):
         raise ConfigError([f"model_path={model_path}: config.json holds no object but a {type(config).__name__}"])

@@ -8,6 +8,7 @@ from typing import Any
 from conf.sections import ModelConfig
 from planner.architecture import MIXTURE_OF_EXPERTS, SUPPORTED, Architecture
 from planner.errors import PlanError
+from planner.hf_config import HfConfig
 
 DEFAULT_ROPE_THETA = 10000.0
 QWEN3_HEAD_DIM = 128
@@ -72,9 +73,9 @@ def _narrowed(arch: Architecture, max_positions: int) -> Architecture:
 
 
 def rope_theta(hf_config: Mapping[str, Any]) -> float:
-    """Base of the rotary embedding, from transformers 5 (`rope_parameters`) or from older files."""
-    rope = hf_config.get("rope_parameters") or {}
-    return float(rope.get("rope_theta") or hf_config.get("rope_theta") or DEFAULT_ROPE_THETA)
+    """Base of the rotary embedding, from transformers 5 (`rope_parameters`) or from older files. Raises PlanError."""
+    config = _reader(hf_config)
+    return config.part("rope_parameters").positive("rope_theta", config.positive("rope_theta", DEFAULT_ROPE_THETA))
 
 
 def from_model_config(model: ModelConfig) -> Architecture:
@@ -113,50 +114,47 @@ def from_model_config(model: ModelConfig) -> Architecture:
 
 
 def from_hf(config: Mapping[str, Any]) -> Architecture:
-    """Sizes from a HF config.json. Raises PlanError for an architecture that cannot be planned, or sizes that are missing."""
-    name = (config.get("architectures") or ["(none)"])[0]
+    """Sizes from a HF config.json. Raises PlanError for an architecture that cannot be planned, and for values that are missing
+    or of another kind than they must be."""
+    hf = _reader(config)
+    name = hf.architecture()
     if name not in SUPPORTED:
         raise PlanError(f"model_path holds {name}; supported: {', '.join(SUPPORTED)}")
-    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-    usual_head_dim = QWEN3_HEAD_DIM if name == "Qwen3ForCausalLM" else hidden // heads
     return _checked(
         Architecture(
             name=name,
-            layers=_size(config, "num_hidden_layers"),
-            hidden=hidden,
-            intermediate=_size(config, "intermediate_size"),
-            heads=heads,
-            key_value_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or usual_head_dim),
-            vocab=_size(config, "vocab_size"),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            max_positions=int(config.get("max_position_embeddings") or 0),
-            **(_experts(config) if name in MIXTURE_OF_EXPERTS else {}),
+            layers=hf.size("num_hidden_layers"),
+            hidden=hf.size("hidden_size"),
+            intermediate=hf.size("intermediate_size"),
+            heads=hf.size("num_attention_heads"),
+            key_value_heads=hf.size("num_key_value_heads", hf.size("num_attention_heads")),
+            head_dim=hf.head_dim(QWEN3_HEAD_DIM if name == "Qwen3ForCausalLM" else None),
+            vocab=hf.size("vocab_size"),
+            tied=hf.switch("tie_word_embeddings"),
+            max_positions=hf.size("max_position_embeddings", 0),
+            **(_experts(hf) if name in MIXTURE_OF_EXPERTS else {}),
         )
     )
 
 
-def _experts(config: Mapping[str, Any]) -> dict[str, int]:
+def _experts(hf: HfConfig) -> dict[str, int]:
     """Experts of a Qwen3-MoE. Refuses models where only some layers have them: their sizes would be counted wrongly."""
     plain: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
     for key, wanted in plain.items():
-        found = config.get(key) or wanted
+        found = hf.values.get(key) or wanted
         if found != wanted:
-            raise PlanError(f"model_path/config.json says {key} {found}; supported: {wanted}, experts in every layer")
+            raise PlanError(f"{hf.where} says {key} {found}; supported: {wanted}, experts in every layer")
     # transformers 5 writes num_local_experts where older releases wrote num_experts.
-    count = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    count = "num_local_experts" if "num_local_experts" in hf.values else "num_experts"
     return {
-        "num_experts": _size(config, count),
-        "experts_per_token": _size(config, "num_experts_per_tok"),
-        "moe_intermediate_size": _size(config, "moe_intermediate_size"),
+        "num_experts": hf.size(count),
+        "experts_per_token": hf.size("num_experts_per_tok"),
+        "moe_intermediate_size": hf.size("moe_intermediate_size"),
     }
 
 
-def _size(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PlanError(f"model_path/config.json says {key} {value!r}; wanted a whole number of at least 1")
-    return value
+def _reader(config: Mapping[str, Any]) -> HfConfig:
+    return HfConfig(config, PlanError, "model_path/config.json")
 
 
 def _checked(arch: Architecture) -> Architecture:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from planner.hf_config import HfConfig
 
 SUPPORTED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SUPPORTED_ROPE = ("default", "llama3")
@@ -85,30 +87,32 @@ def check_supported(hf_config: dict[str, Any]) -> None:
 
 def read_architecture(hf_config: dict[str, Any]) -> Architecture:
     """The model of a config.json. Raises UnsupportedModelError for whatever the trainer does not compute as HF does."""
-    name = _architecture_name(hf_config)
+    hf = HfConfig(hf_config, UnsupportedModelError)
+    name = hf.architecture()
+    if name not in SUPPORTED:
+        raise UnsupportedModelError(f"config.json says architecture {name}; supported: {', '.join(SUPPORTED)}")
     _refuse_variants(hf_config, name)
-    hidden_size, num_heads = _size(hf_config, "hidden_size"), _size(hf_config, "num_attention_heads")
-    head_dim = hf_config.get("head_dim") or (128 if name == "Qwen3ForCausalLM" else hidden_size // num_heads)
-    num_kv_heads = hf_config.get("num_key_value_heads") or num_heads
+    num_heads = hf.size("num_attention_heads")
+    num_kv_heads = hf.size("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise UnsupportedModelError(
             f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
         )
-    theta, scaling = _rope(hf_config)
+    theta, scaling = _rope(hf)
     return Architecture(
         name=name,
-        num_layers=_size(hf_config, "num_hidden_layers"),
-        hidden_size=hidden_size,
-        ffn_hidden_size=_size(hf_config, "intermediate_size"),
+        num_layers=hf.size("num_hidden_layers"),
+        hidden_size=hf.size("hidden_size"),
+        ffn_hidden_size=hf.size("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        vocab_size=_size(hf_config, "vocab_size"),
-        max_position_embeddings=_size(hf_config, "max_position_embeddings"),
-        norm_eps=float(hf_config.get("rms_norm_eps", 1e-6)),
+        head_dim=hf.head_dim(128 if name == "Qwen3ForCausalLM" else None),
+        vocab_size=hf.size("vocab_size"),
+        max_position_embeddings=hf.size("max_position_embeddings"),
+        norm_eps=hf.positive("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        tied_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
+        tied_embeddings=hf.switch("tie_word_embeddings"),
     )
 
 
@@ -132,29 +136,16 @@ def check_tensor_parallel(architecture: Architecture, tp: int) -> None:
         )
 
 
-def _architecture_name(hf_config: dict[str, Any]) -> str:
-    names = hf_config.get("architectures") or []
-    if len(names) != 1 or names[0] not in SUPPORTED:
-        raise UnsupportedModelError(f"config.json says architectures {names}; supported: {', '.join(SUPPORTED)}")
-    return str(names[0])
-
-
-def _size(hf_config: dict[str, Any], key: str) -> int:
-    value = hf_config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise UnsupportedModelError(f"config.json says {key} {value!r}; wanted a whole number of at least 1")
-    return value
-
-
 def _refuse_variants(hf_config: dict[str, Any], name: str) -> None:
     """Variants of the three families that change the computation and that the trainer does not build."""
-    layer_types = set(hf_config.get("layer_types") or ["full_attention"])
+    layer_types = hf_config.get("layer_types") or ["full_attention"]
+    is_full = isinstance(layer_types, list) and all(kind == "full_attention" for kind in layer_types)
     refused = {
         "attention_bias": (bool(hf_config.get("attention_bias")) and name != "Qwen2ForCausalLM", "false"),
         "mlp_bias": (bool(hf_config.get("mlp_bias")), "false"),
         "hidden_act": (hf_config.get("hidden_act", "silu") != "silu", "silu"),
         "use_sliding_window": (bool(hf_config.get("use_sliding_window")), "false"),
-        "layer_types": (layer_types != {"full_attention"}, "full_attention"),
+        "layer_types": (not is_full, "full_attention"),
         "partial_rotary_factor": (hf_config.get("partial_rotary_factor") not in (None, 1.0), "1.0"),
         "quantization_config": (bool(hf_config.get("quantization_config")), "none"),
     }
@@ -165,24 +156,26 @@ def _refuse_variants(hf_config: dict[str, Any], name: str) -> None:
             )
 
 
-def _rope(hf_config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
+def _rope(hf: HfConfig) -> tuple[float, Llama3Rope | None]:
     """Base and scaling, from transformers 5 (`rope_parameters`) or from older files (`rope_theta`, `rope_scaling`)."""
-    rope = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
-    theta = float(rope.get("rope_theta") or hf_config.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    parameters, scaling = hf.part("rope_parameters"), hf.part("rope_scaling")
+    rope = parameters if parameters.values else scaling
+    theta = rope.positive("rope_theta", hf.positive("rope_theta", 10000.0))
+    kind = rope.values.get("rope_type") or rope.values.get("type") or "default"
     if kind not in SUPPORTED_ROPE:
         raise UnsupportedModelError(f"config.json says rope type {kind!r}; supported: {', '.join(SUPPORTED_ROPE)}")
-    if rope.get("partial_rotary_factor") not in (None, 1.0):
-        raise UnsupportedModelError(f"partial_rotary_factor {rope['partial_rotary_factor']}; supported: 1.0")
-    if kind == "default":
-        return theta, None
-    try:
-        scaling = Llama3Rope(
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
-        )
-    except KeyError as error:
-        raise UnsupportedModelError(f"config.json says rope type 'llama3' without {error.args[0]!r}") from error
-    return theta, scaling
+    if rope.values.get("partial_rotary_factor") not in (None, 1.0):
+        raise UnsupportedModelError(f"partial_rotary_factor {rope.values['partial_rotary_factor']}; supported: 1.0")
+    return theta, None if kind == "default" else _llama3(rope)
+
+
+def _llama3(rope: HfConfig) -> Llama3Rope:
+    missing = [spec.name for spec in fields(Llama3Rope) if rope.values.get(spec.name) is None]
+    if missing:
+        raise UnsupportedModelError(f"config.json says rope type 'llama3' without {', '.join(map(repr, missing))}")
+    return Llama3Rope(
+        factor=rope.positive("factor", 1.0),
+        low_freq_factor=rope.positive("low_freq_factor", 1.0),
+        high_freq_factor=rope.positive("high_freq_factor", 1.0),
+        original_max_position_embeddings=rope.size("original_max_position_embeddings"),
+    )
