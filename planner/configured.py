@@ -9,6 +9,7 @@ from planner.errors import PlanError, problems_of
 from planner.limits import (
     check_instance,
     check_ranks,
+    check_rollout_memory,
     check_split,
     check_train_tp,
     check_train_tp_allowed,
@@ -30,7 +31,9 @@ def check_configured(config: LibraConfig, arch: Architecture) -> tuple[list[Choi
     fitting, rejections = survey(config, arch)
     others = [choice for choice in fitting if choice.train_tp_size != config.train_tp_size]
     hint = f"; train_tp_size={others[0].train_tp_size} would fit" if others else ""
-    check_trainer_memory(config, arch, hint)
+    found = memory_problems(config, arch, hint)
+    if found:
+        raise PlanError(*found)
     return others, rejections
 
 
@@ -38,7 +41,12 @@ def division_problems(config: LibraConfig, arch: Architecture) -> list[str]:
     """Why the division that was asked for cannot be had; empty where the planner divides."""
     if config.global_resource_planner.initial_allocation_strategy != "configured":
         return []
-    return layout_problems(config, arch) or problems_of(lambda: check_trainer_memory(config, arch))
+    return layout_problems(config, arch) or memory_problems(config, arch)
+
+
+def memory_problems(config: LibraConfig, arch: Architecture, hint: str = "") -> list[str]:
+    """`hint` ends what is said about the trainer."""
+    return problems_of(lambda: check_trainer_memory(config, arch, hint), lambda: check_rollout_memory(config, arch))
 
 
 def layout_problems(config: LibraConfig, arch: Architecture) -> list[str]:

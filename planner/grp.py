@@ -18,6 +18,7 @@ from planner.limits import (
     PLANNER,
     check_instance,
     check_ranks,
+    check_rollout_memory,
     check_split,
     check_train_tp,
     check_train_tp_allowed,
@@ -45,6 +46,7 @@ class Found:
 def search(config: LibraConfig, arch: Architecture) -> Found:
     """Raises PlanError when no division can be launched and fits."""
     check_instance(config, arch)
+    check_rollout_memory(config, arch)
     rejections = Rejections()
     splits = launchable_splits(config, rejections)
     generate_s = {split.rollout_gpus: _generate_s(split, arch) for split in splits}

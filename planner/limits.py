@@ -9,7 +9,7 @@ from __future__ import annotations
 from conf.schema import LibraConfig
 from planner.architecture import Architecture
 from planner.errors import PlanError
-from planner.memory import data_parallel, host_bytes, trainer_bytes
+from planner.memory import data_parallel, host_bytes, rollout_bytes, trainer_bytes
 from planner.train_cost import communication_compute_ratio
 
 USUAL_TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -125,6 +125,14 @@ def check_trainer_memory(config: LibraConfig, arch: Architecture, hint: str = ""
     if host and host["total"] > host.get("budget", host["total"]):
         options = "slurm.mem_per_node_bytes, megatron_optimizer_offload_fraction or train_gpus"
         raise PlanError(_too_big("offloading the optimizer", "trainer node", host, options))
+
+
+def check_rollout_memory(config: LibraConfig, arch: Architecture) -> None:
+    """An instance holds its share of the weights and a single longest sequence: less than that, and vLLM does not start."""
+    terms = rollout_bytes(config, arch)
+    if terms["total"] > terms["budget"]:
+        options = "vllm_tp_size, rollout.gpu_memory_utilization, max_model_len or rollout.max_num_seqs"
+        raise PlanError(_too_big("generating", "GPU", terms, options))
 
 
 def _too_big(what: str, where: str, terms: dict[str, float], options: str) -> str:

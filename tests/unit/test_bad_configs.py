@@ -96,6 +96,18 @@ PRODUCTS = {
         ["GB", "micro_batch_size", "available 71.60"],
     ),
     "a model too big for the GPUs": (["model=qwen2_5_72b", "train_tp_size=8"], ["GB", "train_gpus"]),
+    "a model too big for an instance": (
+        ["model=qwen2_5_72b", "train_gpus=64", "train_tp_size=8", f"{GRP}.memory_budget_check_enabled=false"],
+        ["generating wants", "GB on each GPU", "available 72.00 GB", "vllm_tp_size"],
+    ),
+    "a share of memory below the model": (
+        ["rollout.gpu_memory_utilization=0.1"],
+        ["generating wants", "available 8.00 GB", "rollout.gpu_memory_utilization"],
+    ),
+    "a search for a model too big for an instance": (
+        ["model=qwen2_5_72b", f"{GRP}.initial_allocation_strategy=grp"],
+        ["generating wants", "vllm_tp_size"],
+    ),
     "more context than the model": (["max_model_len=65536"], ["max_model_len=65536", "32768"]),
     "a machine too small": (
         ["+experiment=demo", "launch.mode=local", "rollout_gpus=16"],
@@ -222,7 +234,7 @@ def test_mistakes_of_every_kind_are_listed_together(capsys: pytest.CaptureFixtur
             ["max_model_len=65536", "train_tp_size=8", "rollout_gpus=12"],
         ),
         (["train_gpus=12", "rollout_gpus=12"], ["train_gpus=12", "rollout_gpus=12"]),
-        (["batch_size=500", "model=qwen2_5_72b"], ["batch_size=500", "training wants"]),
+        (["batch_size=500", "model=qwen2_5_72b"], ["batch_size=500", "training wants", "generating wants"]),
         (["train_gpus=6", "train_tp_size=16"], ["train_gpus=6", "train_tp_size=16 is more"]),
         (
             [f"{GRP}.allowed_train_ep=[2]"],

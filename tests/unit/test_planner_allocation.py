@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -121,6 +122,29 @@ def test_every_gpu_is_used_and_the_job_can_be_written(case: dict[str, Any]) -> N
     if config.launch.mode == "slurm":
         components = job_spec(adopt(config, plan), plan, Path("/runs/x")).components
         assert sum(c.nodes * c.gpus_per_node for c in components) >= plan.train.gpus + plan.rollout.gpus
+
+
+@given(
+    case=CASES,
+    arch=st.sampled_from([QWEN2_5_1_5B, QWEN2_5_7B, QWEN3_14B, QWEN3_30B_A3B]),
+    share=st.sampled_from([0.05, 0.3, 0.9]),
+    strategy=st.sampled_from(["grp", "configured"]),
+)
+@settings(max_examples=100, deadline=None)
+def test_whatever_is_planned_fits_on_both_sides_and_its_terms_add_up(
+    case: dict[str, Any], arch: Architecture, share: float, strategy: str
+) -> None:
+    config = configured(
+        **{**case, "initial_allocation_strategy": strategy, "rollout": {"gpu_memory_utilization": share}}
+    )
+    try:
+        plan = make_plan(config, arch)
+    except PlanError:
+        return
+
+    for terms in plan.memory_bytes.values():
+        assert terms["total"] == pytest.approx(sum(terms.values()) - terms["total"] - terms.get("budget", 0.0))
+        assert terms["total"] <= terms.get("budget", math.inf)
 
 
 @given(case=CASES)
