@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from conf import typed
 from conf.import_reference.errors import WrongValueError
 from conf.options import Option
 
@@ -18,8 +19,14 @@ def convert(option: Option, value: Any) -> tuple[Any, str]:
     """(value for `option`, why it differs from the given one or ""). Raises WrongValueError when it means nothing there."""
     if option.is_optional and value == math.inf:
         return None, "no limit is written as null"
-    if not option.is_list:
-        return _scalar(option.element_type, value)
+    converted, why = _list(option, value) if option.is_list else _scalar(option.element_type, value)
+    try:
+        return typed.convert(option, converted), why
+    except typed.WrongTypeError as error:  # a number that is too large, a text that no file can hold
+        raise WrongValueError(f"{value!r}: {error}") from None
+
+
+def _list(option: Option, value: Any) -> tuple[list[Any], str]:
     if not isinstance(value, list):
         raise WrongValueError(f"{value!r} is not a list")
     pairs = [_scalar(option.element_type, element) for element in value]

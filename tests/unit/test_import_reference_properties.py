@@ -30,8 +30,9 @@ ANYTHING = st.one_of(
     st.booleans(),
     st.integers(),
     st.floats(),
+    st.integers(2**52, 2**70),
     st.text(),
-    st.sampled_from(["false", "1e-6", "8", "???", "${seed}", ".inf", "null", "no"]),
+    st.sampled_from(["\0", "\ud800", "false", "1e-6", "8", "???", "${seed}", ".inf", "null", "no"]),
     st.lists(st.integers(0, 16), max_size=3),
     st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
 )
