@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any, get_args, get_origin
 
 LARGEST_INT = 2**53
@@ -96,7 +97,8 @@ def walk(config: Any, prefix: str = "") -> list[tuple[str, Field[Any], Any]]:
     return found
 
 
-def declared(root: type) -> dict[str, Option]:
+@cache
+def declared(root: type) -> Mapping[str, Option]:
     """Every leaf option below the config class `root`, by dotted name, in the order of declaration."""
     return {found.name: found for found in _declared(root, "")}
 

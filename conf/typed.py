@@ -32,7 +32,7 @@ class WrongTypeError(ValueError):
 
 
 @cache
-def options() -> dict[str, Option]:
+def options() -> Mapping[str, Option]:
     """Every declared option by dotted name."""
     return declared(LibraConfig)
 

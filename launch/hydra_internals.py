@@ -99,6 +99,7 @@ class Loader:
         if extra:
             path.prepend("command-line", f"file://{os.path.abspath(extra)}", anchor=before_schema)
         self.name = name
+        self._composed: dict[tuple[Any, ...], tuple[list[TreeFile], dict[str, str]]] = {}
         self._unreadable: list[tuple[str, OSError]] = []
         self._loader = ConfigLoaderImpl(path)
         self._parser = OverridesParser.create(config_loader=self._loader)
@@ -144,6 +145,12 @@ class Loader:
 
         A group that the root file lists is overridden, any other is added, whether a plus was typed or not.
         """
+        key = tuple((override.type, override.get_key_element(), str(override.value())) for override in overrides)
+        if key not in self._composed:
+            self._composed[key] = self._files(overrides)
+        return self._composed[key]
+
+    def _files(self, overrides: Sequence[Override]) -> tuple[list[TreeFile], dict[str, str]]:
         listed = self._defaults([]).overrides.known_choices
         sound = [_with_sound_prefix(override, listed) for override in overrides]
         try:

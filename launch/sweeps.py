@@ -7,14 +7,17 @@ one after another.
 from __future__ import annotations
 
 import itertools
+import math
+import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, RangeSweep
 
 from launch import pipeline
 from launch.errors import ConfigError, InterruptedRunError, LibraError
@@ -25,6 +28,8 @@ from launch.settle import Place, default_run_dir
 from launch.tree import HOUSE, Tree
 
 RUN_DIR = "launch.run_dir"
+MOST_POINTS = 1000
+"""All are planned before the first is submitted, a fiftieth of a second each; clusters take fewer jobs of one user at a time."""
 LONGEST_NAME = 80
 """Characters of a point's folder: 255 bytes is what file systems allow, and paths are read by people."""
 FOLLOW = """\
@@ -49,6 +54,18 @@ class Point:
 
 
 @dataclass(frozen=True)
+class _Shared(Tree):
+    """One loader for all points: the files that they share are read once."""
+
+    def loader(self) -> Loader:
+        return self._loader
+
+    @cached_property
+    def _loader(self) -> Loader:
+        return super().loader()
+
+
+@dataclass(frozen=True)
 class Ready:
     point: Point
     prepared: Prepared
@@ -60,18 +77,28 @@ def expand(words: Sequence[str], tree: Tree = HOUSE) -> list[Point]:
     fixed, swept, problems = list[str](), dict[str, list[str]](), list[str]()
     for word in words:
         override = _parsed(word, loader)
+        key = override.get_key_element() if override else ""
+        bare = key.lstrip("+")
         if override is None or not override.is_sweep_override():
+            if bare in swept:
+                problems.append(
+                    f"{word} comes after the sweep of {bare}, and would be every point's; leave one of them out"
+                )
             fixed.append(word)
             continue
-        key = override.get_key_element()
         try:
             values = _values(override)
         except ValueError as error:
             problems.append(f"{word}: {error}")
             continue
-        if key in swept:
-            problems.append(f"{key} is swept twice; give all its values at once")
-        swept[key] = [f"{key}={value}" for value in values]
+        if bare in swept:
+            problems.append(f"{bare} is swept twice; give all its values at once")
+        swept[bare] = [f"{key}={value}" for value in values]
+    count = math.prod(map(len, swept.values()))
+    if count > MOST_POINTS and not problems:
+        problems.append(
+            f"{', '.join(swept)} make {count} points, the most allowed are {MOST_POINTS}; sweep fewer values"
+        )
     if problems:
         raise ConfigError(problems)
     combinations = list(itertools.product(*swept.values()))
@@ -84,6 +111,7 @@ def expand(words: Sequence[str], tree: Tree = HOUSE) -> list[Point]:
 
 def launch_sweep(words: Sequence[str], tree: Tree = HOUSE) -> int:
     """The exit code of the worst point. Raises LibraError kinds before anything is submitted."""
+    tree = _Shared(**vars(tree))
     points = expand(words, tree)
     place = _places(words, points)
     ready = [
@@ -95,7 +123,7 @@ def launch_sweep(words: Sequence[str], tree: Tree = HOUSE) -> int:
     _check_together(ready)
     for sentence in sorted({sentence for one in ready for sentence in one.prepared.said}):
         print(sentence, flush=True)
-    pipeline.warn(sorted({warning for one in ready for warning in one.prepared.warnings}))
+    pipeline.warn([*sorted({warning for one in ready for warning in one.prepared.warnings}), *_repeated(ready)])
     dry = [one for one in ready if one.prepared.config.launch.dry_run]
     for one in dry:
         print(f"# ==== {one.point} ====\n{pipeline.dry_run_text(one.prepared)}")
@@ -169,9 +197,24 @@ def _check_together(ready: Sequence[Ready]) -> None:
         raise ConfigError(["launch.explain shows one configuration; leave out -m"])
     taken: dict[Path, Point] = {}
     for one in ready:
-        other = taken.setdefault(one.prepared.run_dir, one.point)
+        place = Path(os.path.realpath(one.prepared.run_dir))
+        other = taken.setdefault(place, one.point)
         if other is not one.point:
             raise ConfigError([f"launch.run_dir={one.prepared.run_dir} is that of {other} and of {one.point}"])
+    for place, point in taken.items():
+        for above in place.parents:
+            if above in taken:
+                raise ConfigError([f"launch.run_dir={place} of {point} is inside {above}, that of {taken[above]}"])
+
+
+def _repeated(ready: Sequence[Ready]) -> Iterator[str]:
+    """Points that are the same run as an earlier one: allowed, to see what chance does, and a misprint as a rule."""
+    seen: dict[str, Point] = {}
+    for one in ready:
+        config = one.prepared.config
+        other = seen.setdefault(repr(replace(config, launch=replace(config.launch, run_dir=""))), one.point)
+        if other is not one.point:
+            yield f"{one.point} is the same run as {other}"
 
 
 def _places(words: Sequence[str], points: Sequence[Point]) -> Callable[[Point], Place]:
@@ -183,7 +226,7 @@ def _places(words: Sequence[str], points: Sequence[Point]) -> Callable[[Point], 
 
     def place(point: Point) -> Place:
         def folder(given: str, _choices: Mapping[str, str]) -> str:
-            return given if is_swept else str(Path(given or base) / point.name)
+            return given if given and is_swept else str(Path(given or base) / point.name)
 
         return folder
 
@@ -204,10 +247,23 @@ def _values(override: Override) -> list[str]:
         raise ValueError(no_hydra(override.key_or_group))
     if not override.is_discrete_sweep():
         raise ValueError("an interval has no end of values; use range(START,STOP,STEP) or a list of values")
-    values = list(override.sweep_string_iterator())
+    swept = override.value()
+    if isinstance(swept, RangeSweep):  # shuffled, it would be made whole
+        _check_range(swept)
+    values = list(itertools.islice(override.sweep_string_iterator(), MOST_POINTS + 1))
     if not values:
         raise ValueError("there is no such value")
+    if len(values) > MOST_POINTS:
+        raise ValueError(f"more than {MOST_POINTS} values; sweep fewer")
     return values
+
+
+def _check_range(swept: RangeSweep) -> None:
+    start, stop, step = swept.start, swept.stop, swept.step
+    if start is None or stop is None or not step or not all(map(math.isfinite, (start, stop, step))):
+        raise ValueError("the numbers of a range are finite, and its step is not 0")
+    if (stop - start) / step > MOST_POINTS:
+        raise ValueError(f"more than {MOST_POINTS} values; sweep fewer")
 
 
 def _label(chosen: Sequence[str]) -> str:

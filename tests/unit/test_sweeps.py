@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hydra.core.default_element import ResultDefault
 
 from launch import pipeline
 from launch.errors import ConfigError, InterruptedRunError, RunFailedError
+from launch.hydra_internals import Loader, TreeFile
 from launch.pipeline import Prepared
 from launch.sweeps import expand, launch_sweep
 from launch.tree import Tree
@@ -81,6 +83,10 @@ def test_fixed_words_are_in_every_point() -> None:
     assert [point.words for point in points] == [("+experiment=demo", "~algorithm", f"seed={seed}") for seed in (1, 2)]
 
 
+def test_a_sweep_wins_over_a_value_that_was_typed_before_it() -> None:
+    assert [point.words[-1] for point in expand(["seed=3", "seed=1,2"])] == ["seed=1", "seed=2"]
+
+
 def test_a_glob_sees_the_choices_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "cluster").mkdir()
     (tmp_path / "cluster" / "local_lab.yaml").touch()
@@ -105,6 +111,18 @@ def test_folders_are_short_sorted_and_need_no_quotes() -> None:
         (["seed=interval(0,1)"], "an interval has no end of values"),
         (["model=glob(nothing*)"], "model=glob(nothing*): there is no such value"),
         (["seed=1,2", "seed=3,4"], "seed is swept twice"),
+        (["seed=1,2", "++seed=3,4"], "seed is swept twice"),
+        (["seed=1,2", "+seed=3"], "+seed=3 comes after the sweep of seed"),
+        (["seed=range(0,10000000)"], "more than 1000 values"),
+        (["seed=shuffle(range(0,1000000000))"], "more than 1000 values"),
+        (["learning_rate=range(0,1,1e-12)"], "more than 1000 values"),
+        (["learning_rate=range(0,1,0.0)"], "its step is not 0"),
+        (["learning_rate=range(0,inf)"], "finite"),
+        (["seed=range(0,100)", "total_steps=range(1,101)"], "make 10000 points, the most allowed are 1000"),
+        (
+            [f"{name}=range(1,1001)" for name in ("seed", "total_steps", "n_samples", "batch_size")],
+            "make 1000000000000",
+        ),
         (["hydra.verbose=true,false"], "'hydra.verbose' has no effect here"),
     ],
 )
@@ -148,6 +166,35 @@ def test_two_points_cannot_share_a_run_directory(started: Started) -> None:
         launch_sweep(["+experiment=demo", "launch.run_dir=a,a"])
 
 
+@pytest.mark.parametrize("folders", ["a,b/../a", "a,a/b", "a/b/c,a"])
+def test_no_run_directory_is_inside_or_the_same_as_another_by_any_path(started: Started, folders: str) -> None:
+    with pytest.raises(ConfigError, match=r"launch.run_dir=.* (is inside|is that of)"):
+        launch_sweep(["+experiment=demo", f"launch.run_dir={folders}"])
+
+    assert started.runs == []
+
+
+def test_points_that_are_one_run_twice_are_noted(started: Started, capsys: pytest.CaptureFixture[str]) -> None:
+    launch_sweep(["+experiment=demo", "seed=1,2,1", "launch.dry_run=true"])
+
+    assert "warning: point 2 (seed=1) is the same run as point 0 (seed=1)" in capsys.readouterr().err
+
+
+def test_files_that_all_points_share_are_read_once(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    read = Loader._read
+
+    def noting(loader: Loader, default: ResultDefault) -> TreeFile:
+        names.append(str(default.config_path))
+        return read(loader, default)
+
+    monkeypatch.setattr(Loader, "_read", noting)
+
+    launch_sweep(["+experiment=grpo_7b", "seed=1,2,3", "launch.dry_run=true"])
+
+    assert len(names) == len(set(names)) > 0
+
+
 def test_explain_is_about_one_configuration(started: Started) -> None:
     with pytest.raises(ConfigError, match="leave out -m"):
         launch_sweep(["+experiment=demo", "seed=1,2", "launch.explain=seed"])
@@ -176,6 +223,14 @@ def test_a_swept_run_directory_is_taken_as_given(started: Started, tmp_path: Pat
     launch_sweep(["+experiment=demo", "launch.run_dir=a,b"])
 
     assert [prepared.run_dir for prepared in started.runs] == [tmp_path / "a", tmp_path / "b"]
+
+
+def test_an_empty_run_directory_among_others_is_a_new_folder(started: Started, tmp_path: Path) -> None:
+    launch_sweep(["+experiment=demo", "launch.run_dir='',mine"])
+
+    first, second = (run.run_dir for run in started.runs)
+    assert first.parent.parent == tmp_path / "runs"
+    assert second == tmp_path / "mine"
 
 
 def test_every_starter_policy_is_made_before_the_first_run(started: Started) -> None:
