@@ -192,6 +192,15 @@ def records() -> list[dict[str, Any]]:
     return [{**vars(entry), "read_by": list(readers()[name])} for name, entry in entries().items()]
 
 
+def _write() -> int:
+    try:
+        PAGE.write_text(page(), encoding="utf-8")
+    except OSError as error:
+        print(f"{PAGE} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m conf.reference", description=__doc__)
     how = parser.add_mutually_exclusive_group()
@@ -199,9 +208,8 @@ def main() -> int:
     how.add_argument("--write", action="store_true", help="write docs/configuration.md")
     arguments = parser.parse_args()
     if arguments.write:
-        PAGE.write_text(page(), encoding="utf-8")
-    else:
-        print(json.dumps(records(), indent=1) if arguments.json else page(), end="\n" if arguments.json else "")
+        return _write()
+    print(json.dumps(records(), indent=1) if arguments.json else page(), end="\n" if arguments.json else "")
     return 0
 
 

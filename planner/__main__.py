@@ -8,7 +8,7 @@ from pathlib import Path
 from planner.describe import describe
 from planner.errors import PlanError
 from planner.plan import Plan
-from stages.files import read_json
+from stages.files import DamagedRecordError, read_json
 
 USAGE = "usage: python -m planner RUN | python -m planner +experiment=NAME [overrides]"
 
@@ -18,13 +18,22 @@ def main(arguments: list[str]) -> int:
         print(USAGE, file=sys.stderr)
         return 2
     if len(arguments) == 1 and "=" not in arguments[0]:
-        record = read_json(Path(arguments[0]) / "plan.json")
-        if record is None:
-            print(f"{arguments[0]} holds no plan.json; {USAGE}", file=sys.stderr)
-            return 2
-        print(describe(Plan.from_dict(record)))
-        return 0
+        return _of_run(Path(arguments[0]))
     return _from_overrides(arguments)
+
+
+def _of_run(folder: Path) -> int:
+    try:
+        record = read_json(folder / "plan.json")
+        text = describe(Plan.from_dict(record)) if record is not None else ""
+    except (OSError, DamagedRecordError) as error:
+        print(f"{error}; {USAGE}", file=sys.stderr)
+        return 2
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        print(f"{folder}/plan.json is no plan of this release ({type(error).__name__}: {error})", file=sys.stderr)
+        return 2
+    print(text or f"{folder} holds no plan.json; {USAGE}", file=sys.stdout if text else sys.stderr)
+    return 0 if text else 2
 
 
 def _from_overrides(overrides: list[str]) -> int:

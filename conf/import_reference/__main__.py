@@ -36,14 +36,20 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="a .yaml, .yml or .json file of the published system")
+    parser.add_argument("file", type=_path, metavar="FILE", help="a .yaml, .yml or .json file of the published system")
     parser.add_argument("--name", help="name of the experiment (default: made of the file's name)")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR_OR_FILE", help="write DIR/experiment/NAME.yaml, or this .yaml file"
+        "--out", type=_path, metavar="DIR_OR_FILE", help="write DIR/experiment/NAME.yaml, or this .yaml file"
     )
     parser.add_argument("--force", action="store_true", help="replace a file that exists")
     parser.add_argument("--lenient", action="store_true", help="leave out keys that nobody knows, in place of stopping")
     return parser
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path")
+    return Path(text)
 
 
 def _import(options: argparse.Namespace) -> int:

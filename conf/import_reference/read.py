@@ -8,6 +8,7 @@ the file's own keys. Mappings merge deeply; lists and scalars replace.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ def read(file: Path) -> Source:
 
 
 def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
-    real = file.resolve()
+    real = Path(os.path.realpath(file))
     if real in above:
         chain = " -> ".join(path.name for path in (*above, real))
         raise ImportReferenceError(f"base_config goes round in a circle: {chain}")
@@ -86,14 +87,14 @@ def _included(raw: Mapping[str, Any], key: str, file: Path) -> Path | None:
     if not isinstance(given, str) or not given:
         raise ImportReferenceError(f"{file}: {key}={given!r} is not the path of a file")
     path = Path(given) if Path(given).is_absolute() else file.parent / given
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ImportReferenceError(f"{file}: {key}={given}: there is no file {path}")
     return path
 
 
 def load(file: Path) -> dict[str, Any]:
     """The mapping in a YAML or JSON file, keys as text. Raises ImportReferenceError with the line where it breaks."""
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise ImportReferenceError(f"there is no file {file}")
     suffix = file.suffix.lower()
     if suffix not in (*YAML_SUFFIXES, ".json"):

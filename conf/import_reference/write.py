@@ -22,6 +22,7 @@ HEADER = """\
 # A comment beside a value says where it comes from when that is not an option of the same name.
 """
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
+LONGEST_NAME = 200
 PLAIN = re.compile(r"[A-Za-z/.][A-Za-z0-9_/.-]*")
 WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n", ".nan", ".inf"})
 INTERPOLATION = re.compile(r"(\\*)\$\{")
@@ -33,8 +34,10 @@ PUBLISHED_ENGINE = "fixed in the published engine"
 def experiment_name(wanted: str | None, source: Path) -> str:
     """`wanted`, or one made of the file's name. Raises ImportReferenceError for what Hydra cannot take."""
     name = wanted if wanted is not None else re.sub(r"[^A-Za-z0-9_-]+", "_", source.stem).strip("-") or "imported"
-    if not NAME.fullmatch(name):
-        raise ImportReferenceError(f"--name {name!r}: use letters, digits, _ and -")
+    if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
+        raise ImportReferenceError(f"--name {name!r}: use letters, digits, _ and -, {LONGEST_NAME} of them at most")
+    if name.lower() == "null":
+        raise ImportReferenceError(f"--name {name}: +experiment={name} would choose nothing; choose another --name")
     if (files("conf") / "experiment" / f"{name}.yaml").is_file():
         raise ImportReferenceError(
             f"'{name}' is an experiment that comes with Libra and would win; choose another --name"

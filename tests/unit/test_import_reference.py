@@ -144,6 +144,10 @@ def test_a_file_that_exists_is_replaced_only_by_force(tmp_path: Path, capsys: py
         (["--out", "there.yml"], "Hydra reads .yaml files only"),
         (["--out", "there.yaml", "--name", "here"], "disagree"),
         (["--out", "/proc/no"], "cannot be written"),
+        (["--out", f"{'a' * 5000}.yaml"], "200 of them at most"),
+        (["--out", "a" * 5000], "cannot be written"),
+        (["--name", "a" * 201], "200 of them at most"),
+        (["--name", "NULL"], "+experiment=NULL would choose nothing"),
     ],
 )
 def test_a_target_that_cannot_be_is_refused_in_a_sentence(
@@ -155,6 +159,26 @@ def test_a_target_that_cannot_be_is_refused_in_a_sentence(
     assert code == 2
     assert wanted in shown
     assert len(shown.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [[""], ["one.yaml", "--out", ""]])
+def test_an_empty_path_is_no_path(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+
+    assert ended.value.code == 2
+    assert "an empty path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("base", ["loop.yaml", "a" * 300, "a/" * 3000])
+def test_a_base_that_no_file_can_be_is_not_there(base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    file = written(f"base_config: {base}\n", tmp_path)
+
+    assert main([str(file)]) == 2
+    assert main([str(tmp_path / base)]) == 2
+
+    assert capsys.readouterr().err.count("there is no file") == 2
 
 
 def test_the_name_is_made_of_the_files_name(tmp_path: Path) -> None:

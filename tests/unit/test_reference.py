@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from conf import reference
 from conf.options import Option, declared
 from conf.pending import CAPABILITIES, MOST_PENDING, PLANNER, pending
 from conf.reference import PAGE, entries, introductions, page, range_text, type_text, value_text
@@ -201,6 +202,17 @@ def test_the_stored_page_is_up_to_date() -> None:
         PAGE.write_text(page(), encoding="utf-8")
 
     assert PAGE.read_text(encoding="utf-8") == page(), "`python -m conf.reference --write` (or `make golden`) renews it"
+
+
+def test_a_page_that_cannot_be_written_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("conf.reference.PAGE", tmp_path / "nowhere" / "configuration.md")
+    monkeypatch.setattr(sys, "argv", ["reference", "--write"])
+
+    assert reference.main() == 2
+
+    assert capsys.readouterr().err.endswith("configuration.md cannot be written: No such file or directory\n")
 
 
 def test_the_page_has_a_row_for_every_option_under_the_owners_headings_and_our_groups() -> None:
