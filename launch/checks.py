@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -42,7 +43,17 @@ def before_start(config: LibraConfig, arch: Architecture) -> list[str]:
         *reload_method_problems(config, None if is_contained(config) else installed_vllm(config.launch.python)),
         *task_problems,
         *tokenizer_problems(config, chat=chat),
+        *interpreter_problems(config),
     ]
+
+
+def interpreter_problems(config: LibraConfig) -> list[str]:
+    """A launch.python that cannot run here, where something runs here: a local run, or a warm-up before a job."""
+    python = config.launch.python
+    runs_here = config.launch.mode == "local" or config.warmup.steps
+    if not runs_here or not python or is_contained(config) or shutil.which(python):
+        return []
+    return [f"launch.python={python} is no program that this machine can run; set launch.python, or leave it empty"]
 
 
 def installed_vllm(python: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from conf.schema import LibraConfig
 from conf.sections import RolloutConfig, TaskConfig, WarmupConfig
+from conf.site import LaunchConfig
 from launch import checks
 
 
@@ -46,6 +48,22 @@ def test_looking_at_the_version_imports_no_vllm(monkeypatch: pytest.MonkeyPatch)
     installed(monkeypatch, {"vllm": "0.30.0"})
 
     assert checks.installed_vllm(sys.executable) == "0.30.0"
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python", "/etc/passwd", "/tmp", "no-such-python"])
+def test_an_interpreter_that_cannot_run_here_is_refused_where_it_would(python: str) -> None:
+    local = LaunchConfig(mode="local", python=python)
+    job = LaunchConfig(mode="slurm", python=python)
+
+    assert checks.interpreter_problems(LibraConfig(launch=local))[0].startswith(f"launch.python={python} is no program")
+    assert checks.interpreter_problems(LibraConfig(launch=job, warmup=WarmupConfig(steps=1))) != []
+    assert checks.interpreter_problems(LibraConfig(launch=job)) == []
+    assert checks.interpreter_problems(LibraConfig(launch=replace(local, prefix=["apptainer", "exec", "image"]))) == []
+
+
+def test_an_interpreter_that_can_run_here_passes() -> None:
+    for python in (sys.executable, "python3", ""):
+        assert checks.interpreter_problems(LibraConfig(launch=LaunchConfig(mode="local", python=python))) == []
 
 
 def test_an_argument_that_libra_sets_itself_is_refused() -> None:
