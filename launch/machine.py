@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,22 @@ def num_checkpoints(config: LibraConfig) -> int:
     return config.keep_latest_checkpoints + 1 if config.save_interval else 2
 
 
+@contextmanager
+def about_run_dir(run_dir: Path) -> Iterator[None]:
+    """What the system refuses in here concerns the run directory: said with the option. Raises ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        place = f" ({error.filename})" if error.filename not in (None, str(run_dir)) else ""
+        reason = f"{error.strerror or error}{place}"
+        raise ConfigError([f"launch.run_dir={run_dir}: {reason}; choose another launch.run_dir"]) from error
+
+
 def space_problems(config: LibraConfig, arch: Architecture, run_dir: Path) -> list[str]:
     """Free bytes of the file system that will hold the run directory, against `run_bytes`."""
-    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
+    existing = next(place for place in (run_dir, *run_dir.parents) if os.path.lexists(place))
+    if not os.path.isdir(existing):
+        return [f"launch.run_dir={run_dir}: {existing} is no folder; choose another launch.run_dir"]
     if not os.access(existing, os.W_OK | os.X_OK):
         return [f"launch.run_dir={run_dir}: {existing} is not writable; choose another launch.run_dir"]
     wanted, available = run_bytes(config, arch), shutil.disk_usage(existing).free

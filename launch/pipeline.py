@@ -18,6 +18,7 @@ from launch import occupancy
 from launch.compose import Composed
 from launch.containers import surroundings
 from launch.errors import ConfigError, InterruptedRunError, LibraError
+from launch.machine import about_run_dir
 from launch.prepare import Prepared, check_machine, complete, prepare, settled
 from launch.tree import HOUSE, Tree
 from planner.allocation import adopt
@@ -95,16 +96,17 @@ def create_run(prepared: Prepared) -> RunDir:
     """Make the run directory with what the stages read; `submit` adds the desired state and the job script."""
     config = prepared.config
     about = {"git": git_state(), "launcher": occupancy.launcher_mark()}
-    with occupancy.claimed(prepared.run_dir, replace_finished=config.launch.replace_finished) as aside:
-        try:
-            run = RunDir.create(prepared.run_dir, extra=about)
-        except (RunInUseError, NotPrivateError) as error:
-            raise ConfigError([f"launch.run_dir: {error}"]) from error
-    if aside is not None:
-        print(f"the earlier run was moved to {aside}", flush=True)
-    write_bytes_atomic(run.token_file, new_token())
-    write_bytes_atomic(run.config_yaml, config_text(prepared).encode())
-    run.write(run.plan_json, prepared.plan.to_dict())
+    with about_run_dir(prepared.run_dir):
+        with occupancy.claimed(prepared.run_dir, replace_finished=config.launch.replace_finished) as aside:
+            try:
+                run = RunDir.create(prepared.run_dir, extra=about)
+            except (RunInUseError, NotPrivateError) as error:
+                raise ConfigError([f"launch.run_dir: {error}"]) from error
+        if aside is not None:
+            print(f"the earlier run was moved to {aside}", flush=True)
+        write_bytes_atomic(run.token_file, new_token())
+        write_bytes_atomic(run.config_yaml, config_text(prepared).encode())
+        run.write(run.plan_json, prepared.plan.to_dict())
     return run
 
 

@@ -122,8 +122,9 @@ def read_architecture(config: LibraConfig) -> Architecture:
 def check_machine(prepared: Prepared) -> None:
     """What needs this machine: the model folder, the run directory, free space. Raises ConfigError."""
     config = prepared.config
-    occupancy.check_free(prepared.run_dir, replace_finished=config.launch.replace_finished)
-    found = machine.space_problems(config, prepared.architecture, prepared.run_dir)
+    with machine.about_run_dir(prepared.run_dir):
+        occupancy.check_free(prepared.run_dir, replace_finished=config.launch.replace_finished)
+        found = machine.space_problems(config, prepared.architecture, prepared.run_dir)
     if not config.warmup.steps:
         found += (
             machine.model_folder_problems(Path(config.model_path))

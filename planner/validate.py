@@ -16,6 +16,8 @@ from planner.conflicts import MODEL_RULES, RULES
 
 LONGEST_PATH_BYTES, LONGEST_NAME_BYTES = 4095, 255
 """Linux (PATH_MAX without its NUL, NAME_MAX): a look at a longer one is an error, not a path that is not there."""
+MOST_PARTS = 200
+"""pathlib makes missing folders one inside the other, on Python's stack."""
 TRIED_VLLM = ((0, 25), (0, 32))
 """Oldest and newest vLLM whose interfaces the in-place reload was tried with (`stages/rollout/compat.py`)."""
 
@@ -61,6 +63,8 @@ def impossible_path(name: str, path: str) -> str:
         return f"{name}={path!r} is no UTF-8 text without NUL; choose another {name}"
     if len(os.fsencode(path)) > LONGEST_PATH_BYTES:
         return f"{name} is a path of {len(os.fsencode(path))} bytes, the most allowed are {LONGEST_PATH_BYTES}"
+    if path.count("/") > MOST_PARTS:
+        return f"{name} is a path of {path.count('/')} parts, the most allowed are {MOST_PARTS}"
     longest = max(path.split("/"), key=lambda part: len(os.fsencode(part)))
     if len(os.fsencode(longest)) > LONGEST_NAME_BYTES:
         return f"{name}: a part of the path has {len(os.fsencode(longest))} bytes, the most allowed are {LONGEST_NAME_BYTES}"

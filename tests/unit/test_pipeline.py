@@ -153,6 +153,31 @@ def test_a_run_directory_in_the_way_is_refused_and_left_alone(tmp_path: Path) ->
     assert [entry.name for entry in tmp_path.iterdir()] == ["precious"]
 
 
+@pytest.mark.parametrize("place", ["file/run", "loop", "loop/run", "dangling/run"])
+def test_a_run_directory_below_what_is_no_folder_is_refused(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nowhere/at/all")
+    prepared = pipeline.prepare(["+experiment=demo", f"launch.run_dir={tmp_path}/{place}"])
+
+    with pytest.raises(ConfigError, match=r"launch\.run_dir=.* is no folder; choose another launch\.run_dir"):
+        pipeline.check_machine(prepared)
+
+
+@pytest.mark.parametrize("refusing", ["launch.occupancy.check_free", "launch.pipeline.RunDir.create"])
+def test_what_the_system_refuses_about_a_run_directory_is_said_with_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusing: str
+) -> None:
+    def refused(place: Path, **options: object) -> None:
+        raise PermissionError(13, "Permission denied", f"{place}/run.json")
+
+    prepared = pipeline.prepare(["+experiment=demo", f"launch.run_dir={tmp_path}/run"])
+    monkeypatch.setattr(refusing, refused)
+
+    with pytest.raises(ConfigError, match=r"launch\.run_dir=.*/run: Permission denied \(.*/run/run\.json\); choose"):
+        pipeline.create_run(prepared)
+
+
 def test_the_written_configuration_has_no_open_ends() -> None:
     config = pipeline.prepare(["+experiment=demo", "seed=3"]).config
 

@@ -51,6 +51,7 @@ def test_the_demo_has_no_problem() -> None:
         ("/runs/\udcff", "is no UTF-8 text without NUL"),
         (f"/runs/{'a' * 256}/x", "launch.run_dir: a part of the path has 256 bytes, the most allowed are 255"),
         (f"/runs/{'ä' * 128}/x", "has 256 bytes"),
+        ("/r" * 201, "launch.run_dir is a path of 201 parts, the most allowed are 200"),
         ("/runs" * 820, "launch.run_dir is a path of 4100 bytes, the most allowed are 4095"),
         ("/runs/" + "a" * 255, ""),
         ("", ""),
