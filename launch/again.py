@@ -22,7 +22,7 @@ Stay = Callable[[RunDir, Submission, Prepared], None]
 
 def go_on(prepared: Prepared, stay: Stay) -> bool:
     """Start the supervisor again and stay to the end; False when there is nothing to go on with. Raises LibraError kinds."""
-    if not is_inside(os.environ):
+    if prepared.config.launch.mode != "allocation" or not is_inside(os.environ):
         return False
     where = held(os.environ)
     run = run_of_this_job(prepared.run_dir, where.job_id, where.restarts)

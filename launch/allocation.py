@@ -13,6 +13,7 @@ from pathlib import Path
 
 from launch import slurm
 from launch.hostlist import expand_nodes
+from launch.job_environment import AllocationError, JobEnvironment
 from launch.partitions import parse_duration_s, parse_gres
 from planner.given import Given, GivenNodes
 from stages.files import list_names
@@ -30,10 +31,6 @@ NOT_INSIDE = (
 )
 
 Ask = Callable[[Sequence[str]], str]
-
-
-class AllocationError(ValueError):
-    """What this shell has been given cannot be told; the message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -57,26 +54,20 @@ class Held:
 
 
 def is_inside(environ: Mapping[str, str]) -> bool:
-    """Is this the shell of a job, and not a step: neither one of ours nor somebody's `srun --pty bash`?"""
-    if "SLURM_JOB_ID" not in environ or STEP_MARK in environ or "SUBMITIT_EXECUTOR" in environ:
+    """Is this the shell of a job, and not a step: neither one of ours nor somebody's `srun --pty bash`? Raises AllocationError."""
+    if not environ.get("SLURM_JOB_ID") or STEP_MARK in environ or "SUBMITIT_EXECUTOR" in environ:
         return False
-    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-    return not step or (step.lstrip("-").isdigit() and int(step) & 0xFFFFFFFF >= FIRST_SPECIAL_STEP)
+    step = JobEnvironment(environ).step_id
+    return step is None or step & 0xFFFFFFFF >= FIRST_SPECIAL_STEP
 
 
 def held(environ: Mapping[str, str], ask: Ask = slurm.command) -> Held:
     """Raises AllocationError."""
-    job_id = environ["SLURM_JOB_ID"]
-    try:
-        records = parse_job(ask(["scontrol", "-d", "-o", "show", "job", job_id]))
-    except slurm.SlurmCommandError as error:
-        records, trouble = [], str(error)
-    else:
-        trouble = "" if records else f"scontrol shows nothing of job {job_id}"
-    size = int(environ.get("SLURM_HET_SIZE") or 0)
-    suffixes = [f"_HET_GROUP_{index}" for index in range(size)] or [""]
+    told = JobEnvironment(environ)
+    job_id, suffixes = str(told.job_id()), told.components()
+    records, trouble = _asked(job_id, ask)
     components = tuple(
-        _component(environ, suffix, records[index] if index < len(records) else None, trouble)
+        _component(told, suffix, records[index] if index < len(records) else None, trouble)
         for index, suffix in enumerate(suffixes)
     )
     leader = records[0].values if records else {}
@@ -84,12 +75,23 @@ def held(environ: Mapping[str, str], ask: Ask = slurm.command) -> Held:
     return Held(
         given=Given(job_id, components),
         is_batch=leader.get("BatchFlag", "") == "1" if leader else environ.get("ENVIRONMENT") == "BATCH",
-        restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
+        restarts=told.restarts,
         limit_min=None if limit_s is None else max(1, limit_s // 60),
-        partitions=tuple(environ.get(f"SLURM_JOB_PARTITION{suffix}", "") for suffix in suffixes),
-        account=environ.get("SLURM_JOB_ACCOUNT", ""),
-        qos=environ.get("SLURM_JOB_QOS", ""),
+        partitions=tuple(told.word(f"SLURM_JOB_PARTITION{suffix}") for suffix in suffixes),
+        account=told.word("SLURM_JOB_ACCOUNT"),
+        qos=told.word("SLURM_JOB_QOS"),
     )
+
+
+def _asked(job_id: str, ask: Ask) -> tuple[list[JobRecord], str]:
+    """What scontrol shows of each component, or why it shows nothing: the environment may be enough."""
+    try:
+        records = parse_job(ask(["scontrol", "-d", "-o", "show", "job", job_id]))
+    except slurm.SlurmCommandError as error:
+        return [], str(error)
+    except ValueError as error:
+        return [], f"what scontrol shows of job {job_id} cannot be read: {error}"
+    return records, "" if records else f"scontrol shows nothing of job {job_id}"
 
 
 # ---- what Slurm says ------------------------------------------------------------------------------------------------
@@ -122,36 +124,26 @@ def parse_job(text: str) -> list[JobRecord]:
     return sorted(records, key=lambda record: int(record.values.get("HetJobOffset", 0)))
 
 
-def _component(environ: Mapping[str, str], suffix: str, record: JobRecord | None, trouble: str) -> GivenNodes:
-    try:
-        hosts = expand_nodes(environ[f"SLURM_JOB_NODELIST{suffix}"])
-        cpus = min(_counts(environ[f"SLURM_JOB_CPUS_PER_NODE{suffix}"]))
-    except (KeyError, ValueError) as error:
-        raise AllocationError(f"the environment of job {environ['SLURM_JOB_ID']} lacks {error}") from error
+def _component(told: JobEnvironment, suffix: str, record: JobRecord | None, trouble: str) -> GivenNodes:
+    hosts = told.hosts(suffix)
     if record is not None and record.gpus:
         gpus = min(record.gpus.get(host, 0) for host in hosts)
     else:
-        gpus = _gpus(environ, suffix, hosts, trouble)
-    return GivenNodes(len(hosts), gpus, cpus)
+        gpus = _gpus(told, suffix, len(hosts), trouble)
+    return GivenNodes(len(hosts), gpus, told.cpus_per_node(suffix))
 
 
-def _counts(text: str) -> list[int]:
-    """ "4(x2),2" of SLURM_JOB_CPUS_PER_NODE: 4 and 2. Raises ValueError."""
-    return [int(re.sub(r"\(x\d+\)$", "", part)) for part in text.split(",")]
-
-
-def _gpus(environ: Mapping[str, str], suffix: str, hosts: Sequence[str], trouble: str) -> int:
+def _gpus(told: JobEnvironment, suffix: str, num_hosts: int, trouble: str) -> int:
     """On each node, from the environment alone."""
-    asked = environ.get(f"SLURM_GPUS_PER_NODE{suffix}")
-    if asked:
-        return sum(int(part.rpartition(":")[2]) for part in asked.split(","))
-    here = environ.get("SLURM_GPUS_ON_NODE") if suffix in ("", "_HET_GROUP_0") else None
-    if here and len(hosts) == 1:
-        return int(here)
+    asked = told.gpus_per_node(suffix)
+    if asked is not None:
+        return asked
+    here = told.count("SLURM_GPUS_ON_NODE", 0) if suffix in ("", "_HET_GROUP_0") else 0
+    if here and num_hosts == 1:
+        return here
     if trouble:
         raise AllocationError(
-            f"how many GPUs the nodes of job {environ['SLURM_JOB_ID']} give cannot be told: {trouble}; allocate them with"
-            " --gpus-per-node"
+            f"how many GPUs the nodes of job {told.job_id()} give cannot be told: {trouble}; allocate them with --gpus-per-node"
         )
     return 0
 

@@ -95,11 +95,6 @@ def next_refusal(run: RunDir, config: LibraConfig) -> str:
     return refusal([*history(run), upcoming], limits.max_restarts, limits.max_restarts_without_progress)
 
 
-def restart_count(environment: Mapping[str, str]) -> int:
-    """How often Slurm has run this job before; the variable is not set in the first run."""
-    return int(environment.get("SLURM_RESTART_COUNT") or 0)
-
-
 def begin(base: RunDir, config: LibraConfig, *, mode: str, job_id: str, restarts: int, reason: str) -> RunDir:
     """The supervisor's first act: the run as its attempt sees it, with attempt.json written.
 

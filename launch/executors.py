@@ -21,6 +21,7 @@ from launch.desired_steps import desired_steps
 from launch.exclusions import excluded_nodes
 from launch.hetjob import HetJobSpec, check_path, job_spec, render, render_job
 from launch.inside import submit_inside
+from launch.job_environment import AllocationError
 from launch.local import LocalPairExecutor, link_log
 from launch.machine import choose_mode
 from launch.partitions import SubmitError
@@ -137,11 +138,11 @@ def reattach(run: RunDir, record: dict[str, Any]) -> Submission:
 
 
 def _submit_inside(config: LibraConfig, run: RunDir, entry: Entry) -> Submission:
-    if not allocation.is_inside(os.environ):
-        raise SubmitError(NOT_INSIDE)
     try:
+        if not allocation.is_inside(os.environ):
+            raise SubmitError(NOT_INSIDE)
         where = allocation.held(os.environ)
-    except allocation.AllocationError as error:
+    except AllocationError as error:
         raise SubmitError(str(error)) from error
     return submit_inside(run, outer_python(config), config.slurm.time_min, where, entry)
 

@@ -16,6 +16,7 @@ from conf.schema import LibraConfig
 from launch import allocation, machine
 from launch.compose import Composed
 from launch.containers import outer_python
+from launch.job_environment import AllocationError
 from launch.sources import COMMAND_LINE
 from planner.errors import PlanError
 from planner.given import SUBMIT, fitted
@@ -75,18 +76,26 @@ def with_allocation(composed: Composed, environ: Mapping[str, str]) -> Composed:
     A profile of the site that says launch.mode=slurm means the cluster, not the queue.
     """
     mode, sources = composed.config.launch.mode, composed.sources
-    if not allocation.is_inside(environ):
-        if mode != "allocation":
-            return composed
-        return replace(composed, conflicts=(*composed.conflicts, allocation.NOT_INSIDE))
-    if mode == "local" or (mode == "slurm" and sources["launch.mode"] == COMMAND_LINE) or composed.problems:
+    if mode == "local" or (mode == "slurm" and sources["launch.mode"] == COMMAND_LINE):
         return composed
+    try:
+        if allocation.is_inside(environ):
+            return composed if composed.problems else _inside(composed, environ)
+    except AllocationError as error:
+        return replace(composed, conflicts=(*composed.conflicts, str(error)))
+    if mode != "allocation":
+        return composed
+    return replace(composed, conflicts=(*composed.conflicts, allocation.NOT_INSIDE))
+
+
+def _inside(composed: Composed, environ: Mapping[str, str]) -> Composed:
+    sources = composed.sources
     fixed = frozenset(name for name, source in sources.items() if source == COMMAND_LINE)
     config = replace(composed.config, launch=replace(composed.config.launch, mode="allocation"))
     try:
         where = allocation.held(environ)
         config = fitted(_queue_of(config, where, fixed), where.given, fixed)
-    except (allocation.AllocationError, PlanError) as error:
+    except (AllocationError, PlanError) as error:
         return replace(composed, config=config, conflicts=(*composed.conflicts, str(error)))
     changed = list(changes(composed.config, config))
     words = ", ".join(f"{name} {_shown(old)} -> {_shown(new)}" for name, old, new in changed if name != "launch.mode")

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from launch import slurm
 from launch.containers import BARE, Surroundings
+from launch.job_environment import JobEnvironment
 from launch.steps import Incarnation, Step, StepRunner, StepStartError, StepStatus, step_command, step_environment
 from stages.desired import StepSpec
 from stages.process import die_with_parent
@@ -41,15 +42,13 @@ class Allocation:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Allocation:
-        """From the batch shell's variables. Components of a hetjob are SLURM_*_HET_GROUP_<n>."""
-        job_id = int(environment["SLURM_JOB_ID"])
-        size = int(environment.get("SLURM_HET_SIZE", "0"))
-        if size == 0:
-            hosts = tuple(slurm.expand_nodes(environment["SLURM_JOB_NODELIST"]))
-            return cls(job_id, (job_id,), (hosts,), False)
-        ids = tuple(int(environment[f"SLURM_JOB_ID_HET_GROUP_{index}"]) for index in range(size))
-        lists = (environment[f"SLURM_JOB_NODELIST_HET_GROUP_{index}"] for index in range(size))
-        return cls(job_id, ids, tuple(tuple(slurm.expand_nodes(text)) for text in lists), True)
+        """From the batch shell's variables. Components of a hetjob are SLURM_*_HET_GROUP_<n>. Raises AllocationError."""
+        told = JobEnvironment(environment)
+        job_id, suffixes = told.job_id(), told.components()
+        hosts = tuple(tuple(told.hosts(suffix)) for suffix in suffixes)
+        if suffixes == [""]:
+            return cls(job_id, (job_id,), hosts, False)
+        return cls(job_id, tuple(told.job_id(f"SLURM_JOB_ID{suffix}") for suffix in suffixes), hosts, True)
 
 
 def srun_command(

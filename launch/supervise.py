@@ -14,7 +14,7 @@ import submitit
 
 from conf.load import load
 from conf.schema import LibraConfig
-from launch.attempts import begin, history, next_refusal, refusal, restart_count
+from launch.attempts import begin, history, next_refusal, refusal
 from launch.batch_job import BatchJob
 from launch.chain import Chained, chain
 from launch.containers import surroundings
@@ -23,6 +23,7 @@ from launch.exclusions import excluded_nodes
 from launch.fleet import Fleet
 from launch.interruption import Interruption
 from launch.job import Job
+from launch.job_environment import AllocationError, JobEnvironment
 from launch.journal import Journal
 from launch.srun import Allocation, SrunRunner
 from launch.steps import Entry, StepRunner
@@ -52,7 +53,7 @@ def supervise(run_dir: str, attempt: int, entry: Entry = run_stage, reason: str 
         die_with_parent(int(place.job_id), signal.SIGTERM)
     base = RunDir.open(Path(run_dir), writer="supervisor", attempt=attempt)
     config = load(base.config_yaml)
-    restarts = restart_count(os.environ) if place.cluster == "slurm" else 0
+    restarts = JobEnvironment(os.environ).restarts if place.cluster == "slurm" else 0
     run = begin(base, config, mode=place.cluster, job_id=place.job_id, restarts=restarts, reason=reason)
     journal = Journal(run, place.cluster, place.job_id)
     try:
@@ -80,9 +81,13 @@ def _supervised(
     job: Job,
     entry: Entry,
 ) -> Cause | Requeued | None:
+    try:
+        runner = make_runner(config, place.cluster)
+    except AllocationError as error:
+        return _failed(journal, Cause("supervisor", "environment", str(error)))
     fleet = Fleet(
         run,
-        make_runner(config, place.cluster),
+        runner,
         journal,
         job_id=place.job_id,
         entry=entry,
@@ -99,9 +104,11 @@ def _supervised(
 def _too_often(run: RunDir, config: LibraConfig, journal: Journal) -> Cause | None:
     """Slurm starts a job again as often as its nodes fail; that must have an end where nothing comes of it."""
     why = refusal(history(run), config.launch.max_restarts, config.launch.max_restarts_without_progress)
-    if not why:
-        return None
-    cause = Cause("supervisor", "restarts", why)
+    return _failed(journal, Cause("supervisor", "restarts", why)) if why else None
+
+
+def _failed(journal: Journal, cause: Cause) -> Cause:
+    """Before any step was started."""
     journal.fatal(cause)
     journal.phase("failed")
     return cause
@@ -123,6 +130,7 @@ def make_job(run: RunDir, config: LibraConfig, place: submitit.JobEnvironment, r
 
 
 def make_runner(config: LibraConfig, cluster: str) -> StepRunner:
+    """Raises AllocationError."""
     python, around = config.launch.python or sys.executable, surroundings(config)
     if cluster == "slurm":
         return SrunRunner(python, Allocation.from_environment(os.environ), around)

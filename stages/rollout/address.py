@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 
@@ -12,18 +13,26 @@ LOOPBACK = "127.0.0.1"
 
 
 class NoAddressError(RolloutError):
-    """This node has no address by which other nodes could reach it."""
+    """This node has no address by which other nodes could reach it, or how many nodes there are cannot be told."""
 
 
 def listen_address(environment: Mapping[str, str] = os.environ) -> str:
     """127.0.0.1 when the run is on one node (no Slurm, or a job of one node), else this node's address.
 
-    A heterogeneous job counts as several nodes: Slurm gives its components different ones.
+    A heterogeneous job counts as several nodes: Slurm gives its components different ones. Raises NoAddressError.
     """
-    num_nodes = environment.get("SLURM_JOB_NUM_NODES") or environment.get("SLURM_NNODES") or "1"
-    if int(environment.get("SLURM_HET_SIZE") or "1") == 1 and int(num_nodes) == 1:
+    names = ("SLURM_HET_SIZE", "SLURM_JOB_NUM_NODES" if environment.get("SLURM_JOB_NUM_NODES") else "SLURM_NNODES")
+    if all(_count(environment, name) == 1 for name in names):
         return LOOPBACK
     return node_address()
+
+
+def _count(environment: Mapping[str, str], name: str) -> int:
+    """1 where it is not set. Guessing would bind a server where its peers, or too many others, reach it."""
+    text = environment.get(name) or "1"
+    if re.fullmatch("[0-9]{1,10}", text) is None:
+        raise NoAddressError(f"{name} of this step is {text[:80]!r}, wanted is a whole number as Slurm sets it")
+    return int(text)
 
 
 def node_address() -> str:

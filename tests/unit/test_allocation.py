@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from launch import slurm
-from launch.allocation import AllocationError, held, is_inside, parse_job, run_of_this_job
+from launch.allocation import held, is_inside, parse_job, run_of_this_job
 from launch.compose import Composed, draft
+from launch.job_environment import AllocationError
 from launch.settle import settle
 from planner.given import GivenNodes
 from stages.rundir import RunDir
@@ -154,7 +155,7 @@ def test_gpus_that_nobody_tells_are_an_error() -> None:
 
 
 def test_an_environment_that_was_cut_is_an_error() -> None:
-    with pytest.raises(AllocationError, match="lacks 'SLURM_JOB_NODELIST'"):
+    with pytest.raises(AllocationError, match="SLURM_JOB_NODELIST is not set"):
         held({"SLURM_JOB_ID": "52"}, saying(SALLOC_JOB))
 
 

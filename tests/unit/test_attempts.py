@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.attempts import AUTOMATIC, Attempt, begin, history, next_refusal, refusal, restart_count
+from launch.attempts import AUTOMATIC, Attempt, begin, history, next_refusal, refusal
 from stages.desired import read_desired
 from stages.members import given_up, write_given_up
 from stages.rundir import FencedError, RunDir
@@ -152,11 +152,6 @@ def test_a_record_that_the_launcher_wrote_stays(base: RunDir) -> None:
     start(base)
 
     assert history(base) == [Attempt(0, "", 7, "resume", 0)]
-
-
-@pytest.mark.parametrize("value, count", [(None, 0), ("", 0), ("1", 1), ("12", 12)])
-def test_slurm_tells_how_often_it_has_run_the_job(value: str | None, count: int) -> None:
-    assert restart_count({} if value is None else {"SLURM_RESTART_COUNT": value}) == count
 
 
 # ---- when it has to end ---------------------------------------------------------------------------------------------

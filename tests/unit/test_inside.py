@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from conf.schema import LibraConfig
+from conf.site import LaunchConfig
 from launch import again
 from launch.allocation import Held
 from launch.errors import LibraError
@@ -134,6 +136,7 @@ def test_a_job_that_runs_again_leaves_a_run_alone_that_needs_it_no_more(
 
     class Prepared:
         run_dir = run.root
+        config = LibraConfig(launch=LaunchConfig(mode="allocation"))
 
     try:
         assert again.go_on(Prepared(), lambda *_: None)  # type: ignore[arg-type]

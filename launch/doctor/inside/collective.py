@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from launch.doctor.order import Order, read_order
 from launch.doctor.probes.collective import NETWORK, NODE
+from launch.job_environment import JobEnvironment
 from stages.files import make_directory, read_json, wait_for, write_json_atomic
 from stages.rollout.address import node_address
 
@@ -65,7 +66,7 @@ class Ring:
 def main(words: Sequence[str]) -> int:
     folder, backend, ranks, per_node, *own = words
     order = read_order(Path(folder))
-    rank = int(own[0]) if own else int(os.environ["SLURM_PROCID"])
+    rank = int(own[0]) if own else JobEnvironment(os.environ).count("SLURM_PROCID", 0)
     ring = Ring(backend, rank, int(ranks), int(per_node))
     report: dict[str, Any] = {"backend": backend, "ranks": ring.ranks, "bytes": BYTES[backend], "bus_bytes_per_s": {}}
     try:

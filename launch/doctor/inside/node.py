@@ -16,6 +16,7 @@ from typing import Any
 from launch.doctor.inside.meeting import Meeting, Scene
 from launch.doctor.order import Order, read_order
 from launch.doctor.probes import MEASURES
+from launch.job_environment import JobEnvironment
 from stages.files import make_directory, write_json_atomic
 
 RANK_VARIABLE = "SLURM_PROCID"
@@ -25,7 +26,7 @@ NODE_VARIABLE = "SLURMD_NODENAME"
 
 def main(folder: str) -> int:
     order = read_order(Path(folder))
-    rank = int(os.environ.get(RANK_VARIABLE, "0"))
+    rank = JobEnvironment(os.environ).count(RANK_VARIABLE, 0)
     node = os.environ.get(NODE_VARIABLE) or socket.gethostname()
     measure_all(order, rank, node)
     return 0
