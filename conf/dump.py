@@ -51,7 +51,7 @@ def _option(name: str, value: Any, depth: int, source: str) -> Iterator[str]:
         yield f"{indent}{name}:{comment}"
         yield from _nested(value, depth + 1)
     else:
-        yield f"{indent}{name}: {_flow(value)}{comment}"
+        yield f"{indent}{name}: {flow(value)}{comment}"
 
 
 def _nested(values: dict[str, Any], depth: int) -> Iterator[str]:
@@ -60,17 +60,17 @@ def _nested(values: dict[str, Any], depth: int) -> Iterator[str]:
             yield f"{'  ' * depth}{_text(key)}:"
             yield from _nested(value, depth + 1)
         else:
-            yield f"{'  ' * depth}{_text(key)}: {_flow(value)}"
+            yield f"{'  ' * depth}{_text(key)}: {flow(value)}"
 
 
-def _flow(value: Any) -> str:
-    """One line of YAML for any value."""
+def flow(value: Any) -> str:
+    """One line of YAML for any value, which every reader takes for the same."""
     if isinstance(value, str):
         return _text(_escaped(value))
     if isinstance(value, list):
-        return f"[{', '.join(_flow(element) for element in value)}]"
+        return f"[{', '.join(flow(element) for element in value)}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_text(key)}: {_flow(element)}' for key, element in value.items())}}}"
+        return f"{{{', '.join(f'{_text(key)}: {flow(element)}' for key, element in value.items())}}}"
     if isinstance(value, float) and LARGE <= abs(value) < math.inf:
         digits, exponent = f"{Decimal(repr(value)).normalize():E}".split("E")
         return f"{digits}{'' if '.' in digits else '.0'}e{exponent}"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from conf.dump import flow
 from conf.options import walk
 from conf.schema import LibraConfig
 from launch.doctor.evidence import Evidence
@@ -84,7 +84,7 @@ def _tree(values: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
         value, comment = values[name]
         if comment:
             yield f"{'  ' * len(groups)}# {comment}"
-        yield f"{'  ' * len(groups)}{leaf}: {_scalar(value)}"
+        yield f"{'  ' * len(groups)}{leaf}: {flow(value)}"
 
 
 def settings(evidence: Evidence, config: LibraConfig) -> dict[str, tuple[Any, str]]:
@@ -158,13 +158,6 @@ def _rounded_down(value: float) -> float:
     """Four digits, so that nothing is promised that is not there."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 3)
     return math.floor(value / unit) * unit
-
-
-def _scalar(value: Any) -> str:
-    """JSON is YAML; floats need a dot and a sign in YAML 1.1, and OmegaConf would take `${` for an interpolation."""
-    if isinstance(value, float):
-        return f"{value:.4e}"
-    return json.dumps(value).replace("${", "\\\\${")
 
 
 def _where(evidence: Evidence) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from conf.options import Option, walk
 from conf.schema import LibraConfig
+from conf.typed import options
 from launch.compose import compose
 from launch.doctor import profile
 from launch.doctor.evidence import Evidence, GpuAsking, HetjobStory, JobStory
@@ -88,6 +91,52 @@ def test_what_was_given_for_one_side_and_for_containers_is_kept(tmp_path: Path) 
     assert config.slurm.trainer.partition == "h100"
     assert config.slurm.rollout.srun_extra == ["--container-image=x"]
     assert config.launch.prefix == ["apptainer", "exec"]
+
+
+def different(option: Option, text: str) -> Any:
+    """A value that the option does not have by default and may have; `text` wherever text may be."""
+    if option.choices:
+        other = [choice for choice in option.choices if choice != option.default]
+        return other[:1] if option.is_list else other[0]
+    element: Any = {str: text, bool: True, int: 3, float: 123456789012.25}[option.element_type]
+    if option.is_list:
+        return [element, element]
+    return not option.default if element is True else element
+
+
+TEXTS = (
+    "007",
+    "null",
+    r"a\${HOME}\\${oc.env:HOME}\\",
+    " # a: 'b' \"c\" [d, {e}] ",
+    "ü\ttab\x7f",
+    "!!python/none &a *b",
+)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_option_that_a_profile_keeps_comes_back_as_it_was_given(tmp_path: Path, text: str) -> None:
+    given = LibraConfig()
+    kept = options_of_a_profile()
+    for option in kept:
+        put(given, option.name, different(option, text))
+
+    config = composed(profile.text_of(healthy(), judge_all(healthy()), given, TODAY), tmp_path)
+
+    values, wanted = ({name: value for name, _, value in walk(found)} for found in (config, given))
+    assert len(kept) > 35
+    assert {option.name: values[option.name] for option in kept} == {
+        option.name: wanted[option.name] for option in kept
+    }
+
+
+def options_of_a_profile() -> list[Option]:
+    return [option for name, option in options().items() if name.startswith("slurm.") or name in profile.SURROUNDINGS]
+
+
+def put(config: LibraConfig, name: str, value: Any) -> None:
+    *groups, leaf = name.split(".")
+    setattr(functools.reduce(getattr, groups, config), leaf, value)
 
 
 def test_the_way_to_ask_for_gpus_that_sbatch_takes_is_written(tmp_path: Path) -> None:
