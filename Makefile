@@ -16,7 +16,7 @@ help:  ## List these commands
 venv:  ## Install what is missing into .venv (nothing, in no time, when it is up to date)
 	@$(PY) -m launch.setup --check --venv "$(VENV)" 2>/dev/null || launch/setup/venv.sh "$(VENV)" "$(PYTHON)"
 
-demo: venv  ## Train a small policy on this machine, about six minutes: runs/demo
+demo: venv  ## Train a small policy on this machine, about two minutes: runs/demo
 	$(PY) -m launch +experiment=demo launch.run_dir=runs/demo launch.replace_finished=true $(ARGS)
 
 demo-slurm: venv  ## The same run as a heterogeneous job on a private Slurm: runs/demo-slurm

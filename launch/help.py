@@ -52,6 +52,10 @@ flags
   -sc, --shell-completion    install=bash prints the completion for bash: docs/configure.md
 """
 COMMANDS = """\
+before the first run on a cluster (docs/doctor.md)
+  python -m launch.doctor [--quick] [--partition P] [OPTION=VALUE ...]
+                                          tries what the site does, and writes a profile of it for cluster=
+
 once a run is made (docs/runs.md)
   python -m launch.status RUN | --all     what it is doing, where its time goes, what to do next
   python -m launch.follow RUN             stay with it; Ctrl-C leaves it running

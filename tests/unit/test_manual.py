@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import re
@@ -14,9 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from conf.schema import LibraConfig
 from launch import pipeline
 from launch.compose import Tree, compose
+from launch.doctor import profile
+from launch.doctor.probes import judge_all
 from launch.prepare import prepare
+from tests.doctor_kit import healthy
 
 PROJECT = Path(__file__).parents[2]
 README = PROJECT / "README.md"
@@ -63,16 +68,18 @@ LAUNCHES = list(dict.fromkeys(command for page in PAGES for command in commands(
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the pages take for granted: files of one's own, an earlier run, a file of the published system."""
     folder = tmp_path_factory.mktemp("manual")
-    profile = (PROJECT / "docs/cluster.md").read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
+    alpine = (PROJECT / "docs/cluster.md").read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
     (experiment,) = (block for block in blocks("docs/configure.md") if block.startswith("# @package _global_"))
     for name, text in {
-        "cluster/alpine": profile,
+        "cluster/alpine": alpine,
         "cluster/site": "# @package _global_\nlaunch: {mode: slurm}\nslurm: {partition: gpu}\n",
         "experiment/arithmetic": experiment,
     }.items():
         path = folder / "mine" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+    site, evidence = folder / "libra_site/cluster/site.yaml", healthy()
+    profile.write(site, profile.text_of(evidence, judge_all(evidence), LibraConfig(), datetime.date(2026, 3, 1)))
     shutil.copytree(PROJECT / "tests/golden/import_reference", folder / "configs")
     (folder / "configs/r2e_gym.yaml").write_text(
         "base_config: six_nodes.yaml\nmax_seq_length: 8192\nmax_new_tokens: 4096\n"
