@@ -238,6 +238,11 @@ class WeightsConfig:
         unit="threads",
         minimum=0,
     )
+    fsync: str = option(
+        "auto",
+        effect="Flush a version's data before its commit; auto does on network and unknown filesystems. Records always are",
+        choices=("auto", "always", "never"),
+    )
     refresh_timeout_s: float = option(
         600.0, effect="Time all instances have to load and prove a version", unit="s", minimum=1.0
     )

@@ -24,14 +24,19 @@ class Publication:
     manifest_name: str
     committed: bool = False
 
-    def commit(self, payload: dict[str, Any], pointer: tuple[Path, dict[str, Any]] | None = None) -> None:
+    def commit(
+        self, payload: dict[str, Any], pointer: tuple[Path, dict[str, Any]] | None = None, *, flush: bool = True
+    ) -> None:
         """Write the manifest last, make every file and the directory durable, and give the directory its name.
 
+        Without `flush` only the manifest and the names are made durable: for data whose damage the manifest tells.
         `pointer` is a record beside the directory, written when the directory has its name (weights/LATEST.json).
         A directory of that name left by an older attempt is moved aside first and removed.
         """
         self._write_manifest(payload)
-        fsync_paths([*(self.path / name for name in list_names(self.path)), self.path])
+        fsync_paths(
+            [*(self.path / name for name in (list_names(self.path) if flush else [self.manifest_name])), self.path]
+        )
         trash = self._move_aside()
         os.rename(self.path, self.final)
         self.committed = True

@@ -63,7 +63,7 @@ def export_slices(
     """
     for piece in owned_pieces(architecture, grid):
         tensor = _rows(named[piece.parameter].detach(), piece).reshape(piece.local_shape)
-        yield LocalTensor(piece.hf_name, piece.full_shape, piece.dim, piece.start, tensor)
+        yield LocalTensor.along(piece.hf_name, piece.full_shape, piece.dim, piece.start, tensor)
 
 
 def owned_pieces(architecture: Architecture, grid: RankGrid) -> list[Piece]:

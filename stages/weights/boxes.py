@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,30 @@ def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     return None
 
 
-def runs(box: Box, shape: Sequence[int], width: int) -> tuple[int, int, int, int]:
-    """Where a box that is partial in at most one dimension lies in the row-major tensor of `width` bytes per element.
+def runs(box: Box, shape: Sequence[int], width: int) -> tuple[int, Iterator[int]]:
+    """Where a box lies in the row-major tensor of `shape`, `width` bytes per element: (length, offsets).
 
-    Returns (first, length, stride, count): `count` pieces of `length` contiguous bytes, `stride` bytes apart.
+    The elements of the box in row-major order are stretches of `length` bytes that start at `offsets`.
     """
-    partial = [d for d, length in enumerate(box.shape) if length != shape[d]]
-    if not partial:
-        return 0, box.elements * width, box.elements * width, 1
-    if len(partial) > 1:
-        raise ValueError(f"slice {box} of {list(shape)} is partial in {len(partial)} dimensions; one is supported")
-    d = partial[0]
-    inner = math.prod(shape[d + 1 :]) * width
-    return box.start[d] * inner, box.shape[d] * inner, shape[d] * inner, math.prod(shape[:d])
+    if not box.elements:
+        return 0, iter(())
+    strides = [math.prod(shape[d + 1 :]) * width for d in range(len(shape))]
+    last = max((d for d, length in enumerate(box.shape) if length != shape[d]), default=0)
+    first = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
+    steps = [
+        [index * stride for index in range(length)] for length, stride in zip(box.shape[:last], strides, strict=False)
+    ]
+    length = math.prod(box.shape[last:]) * width
+    return length, (first + sum(step) for step in product(*steps))
+
+
+def split(box: Box, most_elements: int) -> Iterator[Box]:
+    """Cut a box across its first dimension that is longer than 1, in boxes of `most_elements` if one layer is no more."""
+    d = next((d for d, length in enumerate(box.shape) if length > 1), None)
+    if d is None or box.elements <= most_elements:
+        yield box
+        return
+    layers = max(1, most_elements // (box.elements // box.shape[d]))
+    for first in range(0, box.shape[d], layers):
+        start = (*box.start[:d], box.start[d] + first, *box.start[d + 1 :])
+        yield Box(start, (*box.shape[:d], min(layers, box.shape[d] - first), *box.shape[d + 1 :]))

@@ -6,6 +6,7 @@ Pure: names, shapes, number formats and hosts in, file headers and offsets out. 
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,9 @@ from stages.weights.manifest import DTYPE_BYTES
 
 INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
+_MOST_FILES = 64
+"""Of one version, as far as `max_file_bytes` allows: each costs a creation, and every reader an opening."""
+_BYTES_WORTH_A_FILE = 128_000_000
 _ORDER = {name: place for place, name in enumerate(reversed(DTYPE_BYTES))}  # safetensors sorts the widest format first
 
 
@@ -32,10 +36,11 @@ class Slice:
 
 @dataclass(frozen=True)
 class Offer:
-    """All that one rank owns, and the host on which it runs."""
+    """All that one rank owns, the host on which it runs, and how many threads write for it."""
 
     host: str
     slices: tuple[Slice, ...]
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -85,15 +90,17 @@ def plan_layout(offers: Sequence[Offer], max_file_bytes: float) -> Layout:
     """Lay out what all ranks offer.
 
     Tensors written by different sets of hosts get different files: two NFS clients that write into one page can undo
-    each other's bytes. No file exceeds `max_file_bytes` unless a single tensor does. Raises PublishError for tensors
-    that are not covered exactly once.
+    each other's bytes. Large versions get two files for each writing thread, since one thread at a time can write to a
+    file; tensors that follow each other lie in different ones. No file exceeds `max_file_bytes` unless a single tensor
+    does. Raises PublishError for tensors that are not covered exactly once.
     """
     groups: dict[tuple[str, ...], list[_Tensor]] = {}
     for tensor in _tensors(offers):
         groups.setdefault(tensor.hosts, []).append(tensor)
     if not groups:
         raise PublishError("no rank offers any tensor")
-    contents = [part for hosts in sorted(groups) for part in _fill(groups[hosts], max_file_bytes)]
+    writers = sum(offer.threads for offer in offers)
+    contents = [part for hosts in sorted(groups) for part in _fill(groups[hosts], writers, max_file_bytes)]
     headers: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
     places: dict[str, Placement] = {}
@@ -140,14 +147,24 @@ def _tensors(offers: Sequence[Offer]) -> Iterator[_Tensor]:
         yield _Tensor(name, first.dtype, first.full_shape, tuple(sorted({host for host, _ in owned})))
 
 
-def _fill(tensors: Sequence[_Tensor], max_file_bytes: float) -> Iterator[list[_Tensor]]:
-    """Cut an ordered list into consecutive files."""
-    file: list[_Tensor] = []
-    filled = 0
-    for tensor in tensors:
-        if file and filled + tensor.bytes > max_file_bytes:
-            yield file
-            file, filled = [], 0
-        file.append(tensor)
-        filled += tensor.bytes
-    yield file
+def _fill(tensors: Sequence[_Tensor], writers: int, max_file_bytes: float) -> list[list[_Tensor]]:
+    """Share ordered tensors among files of about one size: in the fewest that keep the limit and all writers busy."""
+    total = sum(tensor.bytes for tensor in tensors)
+    busy = min(2 * writers, _MOST_FILES, total // _BYTES_WORTH_A_FILE)
+    number = max(1, busy, math.ceil(total / max_file_bytes))
+    while (files := _shared_out(tensors, number, max_file_bytes)) is None:
+        number += 1
+    return [file for file in files if file]
+
+
+def _shared_out(tensors: Sequence[_Tensor], number: int, max_file_bytes: float) -> list[list[_Tensor]] | None:
+    """Each tensor to the file that has least, the largest tensors first; None when that breaks the limit."""
+    files: list[list[int]] = [[] for _ in range(number)]
+    filled = [(0, file) for file in range(number)]
+    for place in sorted(range(len(tensors)), key=lambda place: (-tensors[place].bytes, place)):
+        size, file = filled[0]
+        if size and size + tensors[place].bytes > max_file_bytes:
+            return None
+        heapq.heapreplace(filled, (size + tensors[place].bytes, file))
+        files[file].append(place)
+    return [[tensors[place] for place in sorted(file)] for file in files]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,31 +23,35 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """What one trainer rank owns of the HF tensor `name`: `tensor` is [start : start + n] along `dim` of `full_shape`.
+    """What one trainer rank owns of the HF tensor `name`: the box of `tensor`'s shape that begins at `start`.
 
     Any device and any floating format; a view of a parameter is welcome, publishing copies what it must.
     """
 
     name: str
     full_shape: tuple[int, ...]
-    dim: int
-    start: int
+    start: tuple[int, ...]
     tensor: torch.Tensor
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> LocalTensor:
-        return cls(name, tuple(tensor.shape), 0, 0, tensor)
+        return cls(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+
+    @classmethod
+    def along(cls, name: str, full_shape: Sequence[int], dim: int, start: int, tensor: torch.Tensor) -> LocalTensor:
+        """[start : start + n] of dimension `dim`, all of the others."""
+        return cls(name, tuple(full_shape), tuple(start if d == dim else 0 for d in range(len(full_shape))), tensor)
 
     def slice(self, dtype: str) -> Slice:
         """Its description for the layout, published as `dtype` (safetensors name). Raises PublishError when unsound."""
-        shape, full = tuple(self.tensor.shape), tuple(self.full_shape)
+        box, full = Box(tuple(self.start), tuple(self.tensor.shape)), tuple(self.full_shape)
         if not self.tensor.dtype.is_floating_point:
             raise PublishError(f"tensor {self.name} has dtype {self.tensor.dtype}; only floating formats are published")
-        expected = (*full[: self.dim], *shape[self.dim : self.dim + 1], *full[self.dim + 1 :])
-        if shape != expected or (full and not 0 <= self.dim < len(full)):
-            raise PublishError(f"tensor {self.name}: {list(shape)} is no slice along {self.dim} of {list(full)}")
-        start = tuple(self.start if d == self.dim else 0 for d in range(len(full)))
-        return Slice(self.name, dtype, full, Box(start, shape))
+        if not box.fits(full):
+            raise PublishError(
+                f"tensor {self.name}: {list(box.shape)} from {list(box.start)} on is no part of {list(full)}"
+            )
+        return Slice(self.name, dtype, full, box)
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:

@@ -47,7 +47,7 @@ def owned(rank: int) -> list[LocalTensor]:
     slices = []
     for name, dim in (("embed", 0), ("up", 0), ("down", 1)):
         part = full[name].chunk(RANKS, dim)[rank]
-        slices.append(LocalTensor(name, tuple(full[name].shape), dim, rank * part.shape[dim], part))
+        slices.append(LocalTensor.along(name, tuple(full[name].shape), dim, rank * part.shape[dim], part))
     return [*slices, *([LocalTensor.whole("norm", full["norm"])] if rank == 0 else [])]
 
 

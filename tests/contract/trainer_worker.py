@@ -25,6 +25,7 @@ from stages.context import open_context
 from stages.trainer.hf_weights import export_slices
 from stages.trainer.parallel import RankGrid, connected
 from stages.trainer.policy import Policy
+from stages.weights.boxes import Box
 
 
 def main(folder: Path, ranks: int) -> int:
@@ -130,17 +131,17 @@ def named_parameters(policy: Policy) -> dict[str, torch.Tensor]:
 def whole_tensors(named: Mapping[str, torch.Tensor], policy: Policy) -> dict[str, torch.Tensor]:
     """HF tensors put together from what every rank exports; each element must come exactly once."""
     mine = [
-        (part.name, part.full_shape, part.dim, part.start, part.tensor.clone())
+        (part.name, part.full_shape, part.start, part.tensor.clone())
         for part in export_slices(named, policy.architecture, policy.grid)
     ]
     whole: dict[str, torch.Tensor] = {}
     counts: dict[str, torch.Tensor] = {}
     gathered: list[Any] = [None] * policy.grid.world_size
     dist.all_gather_object(gathered, mine, group=policy.grid.bytes_group)
-    for name, shape, dim, start, tensor in chain.from_iterable(gathered):
-        place = whole.setdefault(name, torch.full(shape, torch.nan)).narrow(dim, start, tensor.shape[dim])
-        place.copy_(tensor)
-        counts.setdefault(name, torch.zeros(shape)).narrow(dim, start, tensor.shape[dim]).add_(1)
+    for name, shape, start, tensor in chain.from_iterable(gathered):
+        box = Box(start, tuple(tensor.shape)).slices()
+        whole.setdefault(name, torch.full(shape, torch.nan))[box] = tensor
+        counts.setdefault(name, torch.zeros(shape))[box] += 1
     assert all(bool((count == 1).all()) for count in counts.values())
     return whole
 

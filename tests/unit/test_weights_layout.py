@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.weights.boxes import Box, runs, tiling_problem
+from stages.weights.boxes import Box, runs, split, tiling_problem
 from stages.weights.errors import PublishError
 from stages.weights.layout import Offer, Slice, plan_layout
 
@@ -20,27 +20,45 @@ def whole(name: str, shape: tuple[int, ...], dtype: str = "F32") -> Slice:
     return Slice(name, dtype, shape, Box((0,) * len(shape), shape))
 
 
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    """Any box, partial in any number of dimensions, or empty."""
+    cuts = [sorted((draw(st.integers(0, full)), draw(st.integers(0, full)))) for full in shape]
+    return Box(tuple(first for first, _ in cuts), tuple(last - first for first, last in cuts))
+
+
 @given(shape=SHAPES, data=st.data())
-def test_pieces_of_a_box_are_the_bytes_that_numpy_slices(shape: tuple[int, ...], data: st.DataObject) -> None:
-    dim = data.draw(st.integers(0, max(0, len(shape) - 1)))
-    start = data.draw(st.integers(0, shape[dim] - 1)) if shape else 0
-    length = data.draw(st.integers(1, shape[dim] - start)) if shape else 0
-    box = Box(
-        tuple(start if d == dim else 0 for d in range(len(shape))),
-        tuple(length if d == dim else full for d, full in enumerate(shape)),
-    )
+def test_runs_of_a_box_are_the_bytes_that_numpy_slices(shape: tuple[int, ...], data: st.DataObject) -> None:
+    box = data.draw(boxes_in(shape))
     full = np.arange(math.prod(shape), dtype=np.int16).reshape(shape)
 
-    first, size, stride, count = runs(box, shape, 2)
+    length, offsets = runs(box, shape, 2)
     raw = full.tobytes()
-    pieces = b"".join(raw[first + row * stride : first + row * stride + size] for row in range(count))
+    pieces = b"".join(raw[offset : offset + length] for offset in offsets)
 
     assert pieces == full[box.slices()].tobytes()
 
 
-def test_a_box_partial_in_two_dimensions_is_refused() -> None:
-    with pytest.raises(ValueError, match="partial in 2 dimensions"):
-        runs(Box((0, 0), (1, 1)), (2, 2), 4)
+def test_whole_rows_are_one_run() -> None:
+    length, offsets = runs(Box((2, 0), (3, 4)), (8, 4), 2)
+
+    assert (length, list(offsets)) == (24, [16])
+
+
+@given(shape=SHAPES, most=st.integers(1, 30), data=st.data())
+def test_a_box_is_split_without_gap_or_overlap(shape: tuple[int, ...], most: int, data: st.DataObject) -> None:
+    box = data.draw(boxes_in(shape))
+
+    parts = list(split(box, most))
+
+    counts = np.zeros(shape, dtype=int)
+    for part in parts:
+        counts[part.slices()] += 1
+    wanted = np.zeros(shape, dtype=int)
+    wanted[box.slices()] = 1
+    assert (counts == wanted).all()
+    layer = box.elements // next((length for length in box.shape if length > 1), 1)
+    assert all(part.elements <= max(most, layer) for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -117,3 +135,14 @@ def test_the_layout_does_not_depend_on_who_offers_what_first(order: list[int]) -
     offers = [Offer(f"h{i % 2}", (whole(f"t{i}", (i + 1, 2)),)) for i in range(5)]
 
     assert plan_layout([offers[i] for i in order], 30) == plan_layout(offers, 30)
+
+
+def test_a_large_version_gives_every_thread_files_of_its_own() -> None:
+    layers = [whole(f"layers.{number:02d}.up", (1_000, 40_000)) for number in range(32)]  # 160 MB each
+
+    layout = plan_layout([Offer("a", tuple(layers), threads=4)], 4e9)
+
+    assert len(layout.headers) == 8
+    neighbours = [layout.tensors[f"layers.{number:02d}.up"].file for number in range(8)]
+    assert len(set(neighbours)) == 8, "tensors that are copied one after the other are written at the same time"
+    assert max(layout.sizes.values()) < 1.01 * min(layout.sizes.values())

@@ -66,7 +66,7 @@ def sharded_models(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], list[Pi
 def local(full: Mapping[str, torch.Tensor], piece: Piece) -> LocalTensor:
     tensor = full[piece.name]
     part = tensor.narrow(piece.dim, piece.start, piece.stop - piece.start) if tensor.dim() else tensor
-    return LocalTensor(piece.name, tuple(tensor.shape), piece.dim, piece.start, part)
+    return LocalTensor.along(piece.name, tuple(tensor.shape), piece.dim, piece.start, part)
 
 
 def publish_pieces(
@@ -256,7 +256,7 @@ def test_a_full_disk_has_its_own_error_and_leaves_nothing(
 
 
 def test_space_is_asked_for_before_the_first_byte(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.weights.publish._available_bytes", lambda _: 100)
+    monkeypatch.setattr("stages.weights.publication.available_bytes", lambda _: 100)
     written: list[int] = []
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: written.append(fd))
 
@@ -298,7 +298,7 @@ def test_a_really_full_filesystem_keeps_the_version_before(tiny_filesystem: Path
 def test_a_filesystem_that_fills_up_while_writing_is_noticed(
     tiny_filesystem: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.weights.publish._SMALL_BYTES_ALLOWANCE", -(10**9))  # let it begin
+    monkeypatch.setattr("stages.weights.publication._SMALL_BYTES_ALLOWANCE", -(10**9))  # let it begin
     run = RunDir.create(tiny_filesystem / "run")
 
     with pytest.raises(NoSpaceError):
@@ -343,10 +343,11 @@ def test_integers_are_refused_by_name(run: RunDir) -> None:
         publish_full(run, 1, {"steps": torch.arange(3)})
 
 
-def test_a_slice_that_does_not_fit_is_refused_by_name(run: RunDir) -> None:
-    wrong = LocalTensor("w", (4, 4), 0, 0, torch.zeros(4, 3))
+@pytest.mark.parametrize(("start", "shape"), [((0, 0), (4, 5)), ((2, 0), (3, 4)), ((0,), (4,)), ((0, -1), (4, 4))])
+def test_a_slice_that_does_not_fit_is_refused_by_name(start: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    wrong = LocalTensor("w", (4, 4), start, torch.zeros(shape))
 
-    with pytest.raises(PublishError, match=r"tensor w: \[4, 3\] is no slice along 0 of \[4, 4\]"):
+    with pytest.raises(PublishError, match=r"tensor w: .* is no part of \[4, 4\]"):
         wrong.slice("F32")
 
 

@@ -33,8 +33,8 @@ def publish_sliced(run: RunDir) -> Manifest:
         up, down = full["model.layer.up"], full["model.layer.down"]
         rest = [LocalTensor.whole(name, full[name]) for name in ("model.embed", "model.layer.norm", "model.scale")]
         return [
-            LocalTensor("model.layer.up", (8, 4), 0, 4 * rank, up[4 * rank : 4 * rank + 4]),
-            LocalTensor("model.layer.down", (4, 8), 1, 4 * rank, down[:, 4 * rank : 4 * rank + 4]),
+            LocalTensor.along("model.layer.up", (8, 4), 0, 4 * rank, up[4 * rank : 4 * rank + 4]),
+            LocalTensor.along("model.layer.down", (4, 8), 1, 4 * rank, down[:, 4 * rank : 4 * rank + 4]),
             *(rest if rank == 0 else []),
         ]
 

@@ -1,0 +1,42 @@
+"""Whether what is written to a filesystem must be flushed before others may be told of it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+LOCAL = {
+    0x0102_1994: "tmpfs",
+    0x8584_58F6: "ramfs",
+    0xEF53: "ext2, ext3, ext4",
+    0x5846_5342: "xfs",
+    0x9123_683E: "btrfs",
+    0xF2F5_2010: "f2fs",
+    0x2FC1_2FC1: "zfs",
+    0xCA45_1A4E: "bcachefs",
+    0x794C_7630: "overlay",  # what is written goes to its upper layer, which the kernel takes from a local filesystem only
+}
+"""Magic numbers (statfs(2), linux/magic.h) of filesystems whose page cache all readers share: they run on this host."""
+
+POLICIES = ("auto", "always", "never")
+
+
+def flushes_data(policy: str, folder: Path) -> bool:
+    """Are the bytes of a published version flushed before its commit? `policy` is option weights.fsync.
+
+    Readers on this host see what is in the page cache, flushed or not. What a crash of the host leaves of a version that was
+    not flushed is found out by its digests, and the next attempt publishes again. On a network filesystem, or one that is not
+    known, the bytes must have left this host before another one is sent to read them.
+    """
+    return policy == "always" or (policy == "auto" and filesystem_magic(folder) not in LOCAL)
+
+
+def filesystem_magic(path: Path) -> int:
+    """f_type of statfs(2), which Python's os.statvfs leaves out. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    buffer = ctypes.create_string_buffer(512)  # struct statfs has at most 120 bytes, and f_type is its first word
+    if libc.statfs(os.fsencode(path), buffer):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(path))
+    return ctypes.c_long.from_buffer(buffer).value & 0xFFFF_FFFF

@@ -1,0 +1,237 @@
+"""One version on its way from the trainer ranks into its folder; made by `stages.weights.publish.Publisher`."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stages.publication import Publication as FolderPublication
+from stages.weights.collect import sweep_leftovers
+from stages.weights.errors import NoSpaceError, PublishError
+from stages.weights.hf_folder import CONFIG_FILE
+from stages.weights.layout import INDEX_FILE, Offer
+from stages.weights.manifest import FileEntry, Manifest, Part, Probe, TensorEntry, model_config_digest, xxh3_128
+from stages.weights.parallel import thread_count
+from stages.weights.ranks import agree
+from stages.weights.snapshot import Copy, Piece, pieces
+from stages.weights.tensors import LocalTensor
+from stages.weights.writer import RankWriter, Written, available_bytes, space_checked
+
+if TYPE_CHECKING:
+    from stages.weights.publish import Publisher
+
+_SMALL_BYTES_ALLOWANCE = 1 << 20  # manifest and records, beside weights and copied files
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """Of one rank: `snapshot_s`, for how long `begin` kept its caller; `write_s`, from the first write to the last;
+    `total_s`, from `begin` to the commit; host memory beyond that of the tensors."""
+
+    snapshot_s: float
+    write_s: float
+    total_s: float
+    peak_extra_host_bytes: int
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """First exchange: what a rank owns; rank 0 adds the temporary folder that it made."""
+
+    offer: Offer
+    folder: str
+
+
+@dataclass(frozen=True)
+class _Done:
+    """Second exchange: digests of what a rank wrote; rank 0 adds the small files."""
+
+    parts: Written
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    config_digest: str = ""
+
+
+class Publication:
+    """One rank's share of one version on its way; made by `Publisher.begin`. `report` is complete after `finish`."""
+
+    def __init__(self, publisher: Publisher, version: int, step: int, probe: Probe | None) -> None:
+        self.version = version
+        self._publisher = publisher
+        self._run = publisher.run
+        self._step = step
+        self._probe = probe
+        self._is_first = publisher.ranks.rank == 0
+        self._stack = ExitStack()
+        self._writer = RankWriter()
+        self._copies: list[tuple[Piece, Copy]] = []
+        self._small: dict[str, bytes] = {}
+        self._folder: FolderPublication | None = None
+        self._available_bytes = 0
+        self._problem: OSError | RuntimeError | ValueError | None = None
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._manifest: Manifest | None = None
+        self._error: OSError | RuntimeError | ValueError | None = None
+        self._began_s = time.perf_counter()
+        self._snapshot_s = self._total_s = 0.0
+        self._extra_bytes = 0
+
+    # ---- beginning ------------------------------------------------------------------------------------------------
+
+    def begin(self, tensors: Iterable[LocalTensor], *, lend: bool) -> None:
+        """See `Publisher.begin`."""
+        try:
+            openings = agree(self._publisher.ranks, lambda: self._open(tensors, lend), _Opening)
+            self._layout = self._publisher.layout([opening.offer for opening in openings])
+            folder = next(Path(opening.folder) for opening in openings if opening.folder)
+            try:
+                self._start(folder)
+                for _, copy in self._copies if not lend else ():
+                    copy.bytes()
+            except (OSError, RuntimeError, ValueError) as problem:
+                self._problem = problem  # the other ranks hear of it in `finish`
+        except BaseException:
+            self.close()
+            raise
+        self._snapshot_s = time.perf_counter() - self._began_s
+
+    def _open(self, tensors: Iterable[LocalTensor], lend: bool) -> _Opening:
+        """Begin all copies, describe what this rank owns; rank 0 makes the temporary folder."""
+        copier, slices = self._publisher.copier, []
+        with copier.copying():
+            for local in tensors:
+                slices.append(local.slice(self._publisher.dtype))
+                for piece in pieces(local, self._publisher.dtype):
+                    self._copies.append((piece, copier.lend(piece) if lend else copier.copy(piece)))
+        offer = Offer(socket.gethostname(), tuple(slices), self._publisher.threads)
+        return _Opening(offer, self._make_folder() if self._is_first else "")
+
+    def _make_folder(self) -> str:
+        run, final = self._run, self._run.weights_version(self.version)
+        existing = run.manifest(final)
+        if existing is not None and existing["attempt"] == run.attempt:
+            raise PublishError(f"version {self.version} was already published by this attempt")
+        sweep_leftovers(run, run.weights)
+        self._available_bytes = available_bytes(run.weights)  # now, before any rank takes of it
+        with space_checked(run.weights, 0):
+            self._folder = self._stack.enter_context(run.publishing(final))
+        return str(self._folder.path)
+
+    def _start(self, folder: Path) -> None:
+        """Let the threads write this rank's pieces, and on rank 0 the headers and the small files."""
+        headers = self._layout.headers if self._is_first else {}
+        if self._is_first:
+            index = self._layout.index()
+            self._small = {**self._publisher.small_files, **({INDEX_FILE: index} if index else {})}
+            wanted = self._layout.total_bytes + sum(map(len, self._small.values())) + _SMALL_BYTES_ALLOWANCE
+            if self._available_bytes < wanted:
+                raise NoSpaceError(str(self._run.weights), wanted, self._available_bytes)
+        num_bytes = sum(piece.num_bytes for piece, _ in self._copies)
+        threads = thread_count(self._publisher.options.io_threads, num_bytes)
+        converted = max((copy.converted_bytes for _, copy in self._copies), default=0)
+        self._extra_bytes = self._publisher.copier.buffers.allocated_bytes + threads * converted
+        with space_checked(folder, self._layout.total_bytes):
+            self._writer.start(
+                folder, self._layout, self._copies, {**headers, **self._small}, self._publisher.pool, threads
+            )
+
+    # ---- ending ---------------------------------------------------------------------------------------------------
+
+    @property
+    def report(self) -> PublishReport:
+        write_s = self._writer.ended_s - self._writer.began_s
+        return PublishReport(self._snapshot_s, write_s, self._total_s, self._extra_bytes)
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
+
+    def finish(self) -> Manifest:
+        """Wait for the writes, commit, and point LATEST.json to the version; collective, in any thread.
+
+        Returns the same manifest on every rank, however often it is called. Raises PublishError on all ranks when any of
+        them fails (NoSpaceError when the filesystem is full); then nothing of the version is visible and its temporary
+        folder is gone.
+        """
+        with self._lock:
+            if not self._is_over:
+                try:
+                    self._manifest = self._finish()
+                except (OSError, RuntimeError, ValueError) as problem:
+                    self._error = problem
+                finally:
+                    self.close()
+                    self._is_over = True
+        if self._manifest is None:
+            raise self._error or PublishError(f"the publication of version {self.version} was broken off")
+        return self._manifest
+
+    def _finish(self) -> Manifest:
+        ranks = self._publisher.ranks
+        written = agree(ranks, self._written, _Done)
+        manifest = agree(ranks, lambda: self._commit(written), Manifest | None)[0]
+        self._total_s = time.perf_counter() - self._began_s
+        assert manifest is not None  # rank 0 commits
+        return manifest
+
+    def _written(self) -> _Done:
+        if self._problem is not None:
+            raise self._problem
+        with space_checked(self._run.weights, self._layout.total_bytes):
+            # What rank 0 can see, it makes durable when it commits.
+            parts = self._writer.finish(flush=self._publisher.flushes and not self._is_first)
+        entries = {name: FileEntry(len(data), len(data), xxh3_128(data)) for name, data in self._small.items()}
+        config = self._small.get(CONFIG_FILE)
+        return _Done(parts, entries, model_config_digest(json.loads(config)) if config else "")
+
+    def _commit(self, written: Sequence[_Done]) -> Manifest | None:
+        """Rank 0: write the manifest, give the folder its name, advance LATEST.json. None on other ranks."""
+        if self._folder is None:
+            return None
+        manifest = self._make_manifest(written)
+        path = self._folder.final.relative_to(self._run.root)
+        latest = {"version": self.version, "digest": manifest.digest, "path": str(path)}
+        with space_checked(self._run.weights, self._layout.total_bytes):
+            self._folder.commit(
+                manifest.to_record(), pointer=(self._run.latest_json, latest), flush=self._publisher.flushes
+            )
+        return manifest
+
+    def _make_manifest(self, written: Sequence[_Done]) -> Manifest:
+        if self._probe is None:
+            raise PublishError("rank 0 gave no probe: an instance could not prove what it loaded")
+        parts: dict[str, list[Part]] = {name: [] for name in self._layout.tensors}
+        for rank in written:
+            for name, part in rank.parts:
+                parts[name].append(part)
+        headers = {
+            name: FileEntry(self._layout.sizes[name], len(data), xxh3_128(data))
+            for name, data in self._layout.headers.items()
+        }
+        return Manifest.of(
+            version=self.version,
+            step=self._step,
+            model_config_digest=written[0].config_digest,
+            files={**headers, **written[0].files},
+            tensors={
+                name: TensorEntry.of(place.dtype, place.shape, place.file, place.offset, parts[name])
+                for name, place in self._layout.tensors.items()
+            },
+            probe=self._probe,
+        )
+
+    # ---- whatever happens -----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for what still copies or writes; without a commit, remove what has been written."""
+        self._writer.close()
+        self._publisher.copier.wait()
+        self._copies = []
+        self._stack.close()

@@ -1,0 +1,189 @@
+"""Copies of a rank's tensors in host memory, made so that training can change the parameters while the copies are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from stages.weights.boxes import Box, split
+from stages.weights.manifest import DTYPE_BYTES
+from stages.weights.tensors import TORCH_DTYPES, Bytes, LocalTensor, bytes_of
+
+PIECE_BYTES = 64 << 20
+"""What is copied, hashed and written in one go, and has a digest of its own in the manifest."""
+_FIRST_SEGMENT_BYTES = 64 << 20
+_LAST_SEGMENT_BYTES = 512 << 20
+_ALIGNMENT_BYTES = 512
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor to be published as `dtype` (safetensors name), and the view of the live tensor that holds it."""
+
+    name: str
+    full_shape: tuple[int, ...]
+    dtype: str
+    box: Box
+    tensor: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.elements * DTYPE_BYTES[self.dtype]
+
+    def converted(self) -> torch.Tensor:
+        """Contiguous and in the published format, on the tensor's device; the live memory itself where it is that already."""
+        return self.tensor.to(TORCH_DTYPES[self.dtype]).contiguous()
+
+
+def pieces(local: LocalTensor, dtype: str) -> Iterator[Piece]:
+    """The tensor in pieces of about PIECE_BYTES."""
+    box = local.slice(dtype).box
+    for part in split(box, PIECE_BYTES // DTYPE_BYTES[dtype]):
+        inner = Box(tuple(a - b for a, b in zip(part.start, box.start, strict=True)), part.shape)
+        yield Piece(local.name, tuple(local.full_shape), dtype, part, local.tensor.detach()[inner.slices()])
+
+
+class Copy(Protocol):
+    """A piece on its way into host memory. `converted_bytes` is what `bytes` allocates."""
+
+    @property
+    def converted_bytes(self) -> int: ...
+
+    def bytes(self) -> Bytes:
+        """Waits until it is there, uint8[n]."""
+        ...
+
+
+class HostBuffers:
+    """Host memory for the copies of one version, kept for the next: allocating pinned memory takes half a second per GB."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._segments: list[torch.Tensor] = []
+        self._segment = 0
+        self._used_bytes = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(segment.numel() for segment in self._segments)
+
+    def clear(self) -> None:
+        """Everything taken so far may be taken again."""
+        self._segment = self._used_bytes = 0
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Memory that nobody else has until `clear`, uint8[num_bytes]."""
+        while self._segment < len(self._segments):
+            segment = self._segments[self._segment]
+            if self._used_bytes + num_bytes <= segment.numel():
+                taken = segment[self._used_bytes : self._used_bytes + num_bytes]
+                self._used_bytes += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                return taken
+            self._segment, self._used_bytes = self._segment + 1, 0
+        # Powers of two, because torch rounds pinned memory up to one.
+        grown = min(_FIRST_SEGMENT_BYTES << len(self._segments), _LAST_SEGMENT_BYTES)
+        self._segments.append(torch.empty(max(grown, num_bytes), dtype=torch.uint8, pin_memory=self._pinned))
+        return self.take(num_bytes)
+
+    def take_for(self, piece: Piece) -> torch.Tensor:
+        """Memory for a piece, in its published format and shape."""
+        return self.take(piece.num_bytes).view(TORCH_DTYPES[piece.dtype]).view(piece.box.shape)
+
+
+@dataclass(frozen=True)
+class _Lent:
+    """No copy at all: the tensor stays as it is until it is written."""
+
+    piece: Piece
+
+    @property
+    def converted_bytes(self) -> int:
+        tensor = self.piece.tensor
+        is_ready = tensor.dtype == TORCH_DTYPES[self.piece.dtype] and tensor.is_contiguous()
+        return 0 if is_ready else self.piece.num_bytes
+
+    def bytes(self) -> Bytes:
+        return bytes_of(self.piece.converted())
+
+
+@dataclass(frozen=True)
+class _Filling:
+    """A thread copies it."""
+
+    target: torch.Tensor
+    done: Future[object]
+    converted_bytes: int = 0
+
+    def bytes(self) -> Bytes:
+        self.done.result()
+        return bytes_of(self.target)
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """A CUDA stream copies it; `arrived` is recorded behind the copy."""
+
+    target: torch.Tensor
+    arrived: torch.cuda.Event
+    converted_bytes: int = 0
+
+    def bytes(self) -> Bytes:
+        self.arrived.synchronize()
+        return bytes_of(self.target)
+
+
+class Copier:
+    """Begins copies of pieces, on whatever device they lie; one version at a time.
+
+    Copies from a GPU run on a stream of their own that begins behind what the current stream has to do, into pinned memory.
+    Temporary device memory is one piece: it belongs to that stream, which uses it again in its own order.
+    """
+
+    def __init__(self, device: torch.device, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._fillings: list[Future[object]] = []
+        self.buffers = HostBuffers(pinned=self._stream is not None)
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """What makes tensors (views, gathers) inside does it on the stream that copies them."""
+        self.wait()
+        self.buffers.clear()
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def copy(self, piece: Piece) -> Copy:
+        """Inside `copying`. The copy is complete when its `bytes` returns."""
+        target = self.buffers.take_for(piece)
+        if not piece.tensor.is_cuda:
+            self._fillings.append(self._pool.submit(target.copy_, piece.tensor))
+            return _Filling(target, self._fillings[-1])
+        assert self._stream is not None, "the publisher of a CUDA tensor needs its device"
+        target.copy_(piece.converted(), non_blocking=True)
+        arrived = torch.cuda.Event(
+            blocking=True
+        )  # those who wait sleep, instead of keeping a processor from the writers
+        arrived.record(self._stream)
+        return _Arriving(target, arrived)
+
+    def lend(self, piece: Piece) -> Copy:
+        """As `copy`, for a caller who leaves the tensor alone until it is written: host memory is not copied."""
+        return self.copy(piece) if piece.tensor.is_cuda else _Lent(piece)
+
+    def wait(self) -> None:
+        """Until no copy is under way, whether it succeeded or not."""
+        wait(self._fillings)
+        self._fillings = []
+        if self._stream is not None:
+            self._stream.synchronize()

@@ -1,0 +1,48 @@
+"""On a real GPU: what is published is what the parameters were when the snapshot was taken.
+
+`python -m pytest tests/integration/test_publish_gpu.py`; no vLLM, less than 1 GB of GPU memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.sections import WeightsConfig
+from stages.rundir import RunDir
+from stages.weights.publish import Publisher
+from stages.weights.reader import load_manifest, read_verified
+from stages.weights.tensors import LocalTensor
+from tests.weights_kit import PROBE, make_source
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_of_a_gpu_may_change_once_begin_has_returned(tmp_path: Path, dtype: str) -> None:
+    """The step before is still in the queue of the device when the snapshot begins; the step after overwrites it."""
+    run = RunDir.create(tmp_path / "run")
+    device = torch.device("cuda", 0)
+    options = WeightsConfig(dtype=dtype)
+    parameters = {f"t{i}": torch.zeros(6000, 3000, device=device, dtype=torch.float32) for i in range(4)}
+    matrix = torch.randn(4096, 4096, device=device)
+
+    with Publisher(run, source_folder=make_source(tmp_path / "source"), options=options, device=device) as publisher:
+        for version in (1, 2):
+            for _ in range(50):
+                matrix = torch.tanh(matrix @ matrix)
+            for number, parameter in enumerate(parameters.values()):
+                parameter.fill_(version + number / 8)
+            owned = (LocalTensor.whole(name, parameter.t()) for name, parameter in parameters.items())
+            publication = publisher.begin(version, version, owned, PROBE)
+            for parameter in parameters.values():
+                parameter.fill_(torch.nan)
+            manifest = publication.finish()
+
+            read = read_verified(run, load_manifest(run, version, manifest.digest))
+            for number, name in enumerate(parameters):
+                assert read[name].shape == (3000, 6000)
+                assert bool((read[name] == version + number / 8).all())
+    assert publication.report.peak_extra_host_bytes < 1.5 * manifest.weight_bytes + (64 << 20)

@@ -1,0 +1,109 @@
+"""Jobs in lanes, the memory of snapshots, and which filesystems are a host's own."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stages.weights.filesystems import LOCAL, filesystem_magic
+from stages.weights.parallel import Lanes
+from stages.weights.snapshot import HostBuffers
+
+
+class Busy:
+    """Notices when two jobs of one lane run at the same time."""
+
+    def __init__(self) -> None:
+        self.now: set[int] = set()
+        self.lock = threading.Lock()
+        self.order: list[int] = []
+
+    def job(self, lane: int, number: int) -> int:
+        with self.lock:
+            assert lane not in self.now
+            self.now.add(lane)
+            self.order.append(number)
+        with self.lock:
+            self.now.remove(lane)
+        return number
+
+
+@settings(max_examples=30, deadline=None)
+@given(lanes=st.lists(st.integers(0, 4), max_size=40), threads=st.integers(1, 6))
+def test_every_job_is_done_once_and_lanes_never_overlap(lanes: list[int], threads: int) -> None:
+    busy = Busy()
+    with ThreadPoolExecutor(threads) as pool:
+        jobs = [(lane, partial(busy.job, lane, number)) for number, lane in enumerate(lanes)]
+        done = [number for worker in Lanes(jobs).start(pool, threads) for number in worker.result()]
+
+    assert sorted(done) == list(range(len(lanes)))
+
+
+def test_one_thread_does_the_jobs_in_order() -> None:
+    busy = Busy()
+    with ThreadPoolExecutor(1) as pool:
+        jobs = [(lane, partial(busy.job, lane, number)) for number, lane in enumerate([0, 1, 0, 2, 1])]
+        Lanes(jobs).start(pool, 1)
+
+    assert busy.order == [0, 1, 2, 3, 4]
+
+
+def test_two_lanes_are_worked_on_at_the_same_time() -> None:
+    together = threading.Barrier(2, timeout=20)
+    with ThreadPoolExecutor(2) as pool:
+        workers = Lanes([("a", together.wait), ("b", together.wait)]).start(pool, 2)
+
+    assert sorted(number for worker in workers for number in worker.result()) == [0, 1]
+
+
+def test_after_a_failure_no_job_is_begun() -> None:
+    busy = Busy()
+
+    def failing() -> int:
+        raise OSError("disk broke")
+
+    jobs = [("a", partial(busy.job, 0, 0)), ("b", partial(failing)), ("c", partial(busy.job, 2, 2))]
+    with ThreadPoolExecutor(1) as pool:
+        (worker,) = Lanes(jobs).start(pool, 1)
+
+        with pytest.raises(OSError, match="disk broke"):
+            worker.result()
+    assert busy.order == [0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes=st.lists(st.integers(0, 3000), max_size=20))
+def test_host_buffers_never_give_the_same_byte_twice(sizes: list[int]) -> None:
+    buffers = HostBuffers(pinned=False)
+
+    for _ in range(2):
+        buffers.clear()
+        taken = [buffers.take(size) for size in sizes]
+        for number, tensor in enumerate(taken):
+            tensor.fill_(number)
+        assert all(bool((tensor == number).all()) for number, tensor in enumerate(taken))
+
+
+def test_host_buffers_grow_by_powers_of_two_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.weights.snapshot._FIRST_SEGMENT_BYTES", 1024)
+    monkeypatch.setattr("stages.weights.snapshot._LAST_SEGMENT_BYTES", 4096)
+    buffers = HostBuffers(pinned=False)
+
+    for _ in range(2):
+        buffers.clear()
+        for _ in range(9):
+            buffers.take(1000)
+        assert buffers.allocated_bytes == 1024 + 2048 + 4096 + 4096
+
+
+def test_the_kind_of_a_filesystem_is_found(tmp_path: Path) -> None:
+    assert LOCAL[filesystem_magic(Path("/dev/shm"))] == "tmpfs"
+    assert filesystem_magic(Path("/proc")) not in LOCAL
+    with pytest.raises(FileNotFoundError):
+        filesystem_magic(tmp_path / "missing")
