@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from stages.trainer.architecture import Architecture, ModelError, ModelFolderError
@@ -49,8 +51,19 @@ def load_weights(model: torch.nn.Module, folder: Path, architecture: Architectur
 
 
 def export_shards(model: torch.nn.Module, architecture: Architecture, grid: RankGrid) -> Iterator[LocalTensor]:
-    """This rank's share of the HF model, as views of the live parameters where the layout allows; see `export_slices`."""
-    return export_slices(dict(model.named_parameters()), architecture, grid)
+    """This rank's share of the HF model for publishing, largest first; collective over the tensor-parallel ranks.
+
+    As `export_slices`, but instead of the columns that it holds of a matrix each rank gives rows, which it gets from the others:
+    rows are one stretch of the file, columns one for each row (5 times slower to write at 3.5 kB, measured on ext4).
+    """
+    named = dict(model.named_parameters())
+    for piece in sorted(owned_pieces(architecture, grid), key=lambda piece: -piece.elements):
+        tensor = _slice(named[piece.parameter], piece)
+        if piece.dim == 1 and grid.tp > 1:
+            first, tensor = _rows_for_columns(tensor, grid)
+            yield LocalTensor.along(piece.hf_name, piece.full_shape, 0, first, tensor)
+        else:
+            yield LocalTensor.along(piece.hf_name, piece.full_shape, piece.dim, piece.start, tensor)
 
 
 def export_slices(
@@ -62,7 +75,7 @@ def export_slices(
     whole tensors come from the first of them, data-parallel replicas divide the tensors among themselves by size.
     """
     for piece in owned_pieces(architecture, grid):
-        tensor = _rows(named[piece.parameter].detach(), piece).reshape(piece.local_shape)
+        tensor = _slice(named[piece.parameter], piece)
         yield LocalTensor.along(piece.hf_name, piece.full_shape, piece.dim, piece.start, tensor)
 
 
@@ -120,6 +133,30 @@ def _rows(parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
     """View of the rows of `parameter` that hold the piece: [groups, rows of one group, ...]."""
     grouped = parameter.view(piece.groups, -1, *parameter.shape[1:])
     return grouped[:, piece.offset : piece.offset + piece.rows]
+
+
+def _slice(parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The piece as HF has it: a view of `parameter` where its rows follow each other, else a copy."""
+    return _rows(parameter.detach(), piece).reshape(piece.local_shape)
+
+
+def _rows_for_columns(columns: torch.Tensor, grid: RankGrid) -> tuple[int, torch.Tensor]:
+    """Every rank holds as many `columns` [rows, n] of a matrix; returns the first of this rank's rows, and these, whole."""
+    rows, width = columns.shape
+    bounds = [rows * rank // grid.tp for rank in range(grid.tp + 1)]
+    counts = [last - first for first, last in pairwise(bounds)]
+    mine = counts[grid.tp_rank]
+    received = columns.new_empty(grid.tp, mine, width)
+    row_bytes = width * columns.element_size()
+    # As bytes: gloo does not know all number formats.
+    dist.all_to_all_single(
+        received.view(torch.uint8).view(-1),
+        columns.contiguous().view(torch.uint8).view(-1),
+        [mine * row_bytes] * grid.tp,
+        [count * row_bytes for count in counts],
+        group=grid.tp_group,
+    )
+    return bounds[grid.tp_rank], received.transpose(0, 1).reshape(mine, grid.tp * width)
 
 
 def _balance(sizes: Iterable[int], parts: int) -> list[int]:

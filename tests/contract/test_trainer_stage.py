@@ -207,6 +207,12 @@ def test_each_version_is_the_one_that_transformers_reads_from_its_folder(story: 
     assert max(story.probe_differences) < 1e-5
 
 
+def test_ranks_that_hold_columns_write_rows(story: Story) -> None:
+    parts = story.manifests[1].tensors["model.layers.0.mlp.down_proj.weight"].parts
+
+    assert [(part.start, part.shape) for part in parts] == [((0, 0), (16, 64)), ((16, 0), (16, 64))]
+
+
 def test_every_step_changes_the_weights(story: Story) -> None:
     probes = [manifest.probe.logprobs for manifest in story.manifests]
     assert np.abs(np.diff(np.array(probes), axis=0)).max(axis=1).min() > 1e-3
