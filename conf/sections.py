@@ -244,7 +244,16 @@ class WeightsConfig:
         choices=("auto", "always", "never"),
     )
     refresh_timeout_s: float = option(
-        600.0, effect="Time all instances have to load and prove a version", unit="s", minimum=1.0
+        600.0,
+        effect="Longest time that all instances have to load and prove a version; less once their rate was measured",
+        unit="s",
+        minimum=1.0,
+    )
+    refresh_floor_s: float = option(
+        120.0,
+        effect="Time that all instances have in any case, however fast they were; not more than weights.refresh_timeout_s",
+        unit="s",
+        minimum=1.0,
     )
     proof_tolerance: float = option(
         0.05,

@@ -22,7 +22,11 @@ Found = TypeVar("Found")
 
 POLL_FIRST_S = 0.005
 POLL_LAST_S = 0.5
+POLL_SHARE = 0.01
+"""`wait_for` looks again after this share of the time waited, within the two limits: late by at most as much."""
 _FSYNC_THREADS = 8
+_PROCESS = uuid.uuid4().hex[:8]
+"""Marks, with the process's number, its temporaries: a sweep of its own must not take what it is writing for a leftover."""
 _STALE_RETRIES = 3
 
 
@@ -58,7 +62,7 @@ def fsync_paths(paths: Sequence[Path]) -> None:
 
 def write_bytes_atomic(path: Path, data: bytes) -> None:
     """Write-temp, fsync, rename, fsync of the directory. Readers see the old file or the whole new one; mode 0600."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = path.with_name(f".{path.name}.{_process_mark()}{uuid.uuid4().hex[:8]}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(fd, "wb") as handle:
@@ -70,6 +74,15 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fsync_path(path.parent)
+
+
+def is_own_temporary(name: str) -> bool:
+    """Is `name` that of a record which this process is writing, or failed to?"""
+    return name.endswith(".tmp") and name.split(".")[-2].startswith(_process_mark())
+
+
+def _process_mark() -> str:
+    return f"{_PROCESS}-{os.getpid():x}-"
 
 
 def json_text(payload: dict[str, Any]) -> str:
@@ -89,24 +102,33 @@ def read_json(path: Path) -> dict[str, Any] | None:
     loop around this function sees a new file as soon as a loop around `list_names` does.
     Raises DamagedRecordError for anything else: records appear by rename, so a half one is damage, not haste.
     """
-    text = _read_text(path)
-    if text is None and path.name in list_names(path.parent):
-        text = _read_text(path)
-    if text is None:
-        return None
+    return read_json_inode(path)[1]
+
+
+def read_json_inode(path: Path) -> tuple[int, dict[str, Any] | None]:
+    """As `read_json`, with the inode number of the file that was read (0: none): that of `list_inodes`, unless it was replaced
+    meanwhile, or the client still had its predecessor in mind.
+    """
+    found = _read_text(path)
+    if found is None and path.name in list_names(path.parent):
+        found = _read_text(path)
+    if found is None:
+        return 0, None
+    inode, text = found
     try:
         value = json.loads(text)
     except ValueError as problem:
         raise DamagedRecordError(f"{path} is not JSON: {problem}") from problem
     if not isinstance(value, dict):
         raise DamagedRecordError(f"{path} holds {type(value).__name__}, wanted a JSON object")
-    return value
+    return inode, value
 
 
-def _read_text(path: Path) -> str | None:
+def _read_text(path: Path) -> tuple[int, str] | None:
     for attempt in range(_STALE_RETRIES):
         try:
-            return path.read_text(encoding="utf-8")
+            with path.open(encoding="utf-8") as handle:
+                return os.fstat(handle.fileno()).st_ino, handle.read()
         except FileNotFoundError:
             return None
         except UnicodeDecodeError as problem:
@@ -125,6 +147,15 @@ def list_names(directory: Path) -> list[str]:
             return sorted(entry.name for entry in entries if not entry.name.startswith("."))
     except FileNotFoundError:
         return []
+
+
+def list_inodes(directory: Path) -> dict[str, int]:
+    """As `list_names`, with each name's inode number as the listing tells it (no further operation); 0 where it tells none."""
+    try:
+        with os.scandir(directory) as entries:
+            return {entry.name: entry.inode() for entry in entries if not entry.name.startswith(".")}
+    except FileNotFoundError:
+        return {}
 
 
 def make_directory(path: Path) -> Path:
@@ -162,7 +193,6 @@ def wait_for(
     early (a stop was asked for, the other side reported a failure). Raises WaitTimeoutError after `deadline_s` seconds.
     """
     started = time.monotonic()
-    pause_s = POLL_FIRST_S
     while True:
         found = look()
         if found is not None:
@@ -172,5 +202,5 @@ def wait_for(
         waited_s = time.monotonic() - started
         if waited_s >= deadline_s:
             raise WaitTimeoutError(awaited, from_whom, waited_s)
+        pause_s = min(max(POLL_FIRST_S, POLL_SHARE * waited_s), POLL_LAST_S)
         time.sleep(min(pause_s, max(0.0, deadline_s - waited_s)))
-        pause_s = min(pause_s * 1.3, POLL_LAST_S if waited_s > 5 else 0.02)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stages.files import list_names, make_directory, read_json, write_json_atomic
+from stages.files import list_names, make_directory, read_json, read_json_inode, write_json_atomic
 from stages.privacy import make_private, writable_by_others
 from stages.publication import Publication
 
@@ -312,12 +312,16 @@ class RunDir:
 
     def read(self, path: Path, *, any_attempt: bool = False) -> dict[str, Any] | None:
         """A record of this run, or None. Records of an older attempt count only with `any_attempt` (published data)."""
-        record = read_json(path)
+        return self.read_inode(path, any_attempt=any_attempt)[1]
+
+    def read_inode(self, path: Path, *, any_attempt: bool = False) -> tuple[int, dict[str, Any] | None]:
+        """As `read`, with the inode number of the file that was read, whether its record counts or not."""
+        inode, record = read_json_inode(path)
         if record is None or record.get("run_id") != self.run_id:
-            return None
+            return inode, None
         if not any_attempt and record.get("attempt") != self.attempt:
-            return None
-        return record
+            return inode, None
+        return inode, record
 
     def check_fence(self) -> None:
         newest = self.newest_attempt()

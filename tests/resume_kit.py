@@ -119,7 +119,8 @@ def answering(attempt: Attempt) -> Iterator[None]:
 def answer(agent: RunDir, version: int) -> None:
     manifest = reader.load_manifest(agent, version)
     apply.write_prepared(agent, Prepared(INSTANCE, version, manifest.digest, manifest.weight_bytes, 0.0, "test"))
-    times = ("lock_wait_s", "process_stop_s", "model_load_s", "total_reload_s", "paused_s", "prepare_s")
+    names = ("lock_wait_s", "process_stop_s", "model_load_s", "total_reload_s", "paused_s", "prepare_s")
+    times: dict[str, Any] = dict.fromkeys(names, 0.0)
     loaded = Loaded(
         instance=INSTANCE,
         version=version,
@@ -129,7 +130,7 @@ def answer(agent: RunDir, version: int) -> None:
         proof=Proof(0.0, 0.0, len(manifest.probe.logprobs)),
         host="test",
         server_response={},
-        **dict.fromkeys(times, 0.0),
+        **times,
     )
     apply.write_loaded(agent, loaded)
 

@@ -108,7 +108,7 @@ def when_ready(context: StageContext, body: Callable[[], None]) -> None:
     meanwhile(context, later)
 
 
-def request(context: StageContext, version: int, **changes: Any) -> None:
+def request(context: StageContext, version: int, *, is_visible: bool = True, **changes: Any) -> None:
     wanted = RefreshRequest(
         version=version,
         path=f"weights/v{version:06d}",
@@ -119,8 +119,14 @@ def request(context: StageContext, version: int, **changes: Any) -> None:
         deadline_s=10.0,
         time=time.time(),
     )
-    record = replace(wanted, **changes).to_record()
-    replace(context.run, writer="trainer").write(context.run.request_json(version), record)
+    asked = replace(wanted, **changes)
+    trainer = replace(context.run, writer="trainer")
+    if is_visible and version not in trainer.published_versions():
+        with trainer.publishing(trainer.weights_version(version)) as publication:
+            publication.commit(
+                {"digest": asked.digest}
+            )  # all that the agent looks at; the stand-in for the server reads nothing
+    trainer.write(context.run.request_json(version), asked.to_record())
 
 
 def ack(context: StageContext, version: int, phase: str) -> dict[str, Any]:

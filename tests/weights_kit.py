@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,12 +17,12 @@ from conf.sections import WeightsConfig
 from planner.plan import InstancePlacement, Plan, RolloutLayout, TrainLayout
 from stages.context import StageContext
 from stages.rundir import RunDir
-from stages.weights.apply import write_loaded, write_prepared
+from stages.weights.apply import pending_request, write_loaded, write_nack, write_prepared
 from stages.weights.instances import InstanceStatus, write_status
 from stages.weights.manifest import Manifest, Probe
 from stages.weights.publish import publish
 from stages.weights.ranks import RankGroup
-from stages.weights.records import Loaded, Prepared, Proof
+from stages.weights.records import Loaded, Nack, Prepared, Proof
 from stages.weights.tensors import LocalTensor
 from traces.recorder import Recorder
 
@@ -147,6 +147,33 @@ class Answers:
         run = as_writer(self.run, instance)
         write_prepared(run, self.prepared(instance))
         write_loaded(run, self.loaded(instance, total_reload_s))
+
+
+@dataclass
+class Refuser:
+    """An instance that goes on with version 2 and refuses, until it was asked again `gives_in_after` times; called while waiting."""
+
+    answers: Answers
+    instance: str
+    gives_in_after: int = 99
+    told: list[int] = field(default_factory=list)
+    """The retries that it has answered."""
+
+    def __call__(self) -> None:
+        manifest = self.answers.manifest
+        run = as_writer(self.answers.run, self.instance)
+        request = pending_request(run, self.instance, manifest.version - 1)
+        retry = -1 if request is None else request.retries.get(self.instance, 0)
+        if retry < 0 or retry in self.told:
+            return
+        self.told.append(retry)
+        if retry >= self.gives_in_after:
+            self.answers.write(self.instance)
+        else:
+            nack = Nack(
+                self.instance, manifest.version, manifest.digest, "prepare", "digest differs", 2, "model.embed", retry
+            )
+            write_nack(run, nack)
 
 
 def make_status(instance: str, **changes: Any) -> InstanceStatus:

@@ -83,6 +83,7 @@ class Dispatcher:
             dropped=state.dropped,
             in_flight=len(state.in_flight),
         )
+        self.answerer.pool.advance(served_version)
         usable = self.answerer.pool.usable() if count else []
         if not usable:
             return 0

@@ -46,6 +46,7 @@ class Evaluator:
     async def evaluate(self, version: int) -> Evaluation:
         """Raises EvaluationError, also when an answer comes from another version than `version`."""
         started = time.monotonic()
+        self.answerer.pool.advance(version)
         with self.answerer.recorder.span("evaluate", version=version) as span:
             problems = await asyncio.to_thread(self.answerer.task.test_problems)
             prompts = [self.answerer.prompt(i, problem, self.max_tokens) for i, problem in enumerate(problems)]

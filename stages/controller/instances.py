@@ -60,7 +60,8 @@ class InstancePool:
 
     An instance that failed a request is left alone for a growing while: an endpoint that fails fast would otherwise
     always be the least loaded one and attract everything. One that died gets no request until it is back, proved, as its own
-    replacement; `absence_s` is how long that may take.
+    replacement; `absence_s` is how long that may take. One that has not proved `served_version` is quarantined: its tokens would
+    be older than those of all others.
     """
 
     run: RunDir
@@ -70,6 +71,7 @@ class InstancePool:
     clock: Callable[[], float] = time.monotonic
     heartbeat_interval_s: float = 1.0
     absence_s: float = 0.0
+    served_version: int = 0
     instances: dict[str, Instance] = field(init=False)
     _next_look_s: float = float("-inf")
 
@@ -87,6 +89,12 @@ class InstancePool:
             if status is not None and (instance.status is None or status.heartbeat != instance.status.heartbeat):
                 instance.heartbeat_seen_s = now
             instance.status = status
+
+    def advance(self, served_version: int) -> None:
+        """The trainer says that every instance which it counts on has proved this version."""
+        if served_version > self.served_version:
+            self.served_version = served_version
+            self.look(force=True)  # what was read before shows the versions before
 
     def usable(self) -> list[Instance]:
         """Instances that may get a request now."""
@@ -156,7 +164,7 @@ class InstancePool:
         silent_s = now - instance.heartbeat_seen_s
         is_there = instance.state in wanted and silent_s < self.heartbeat_timeout_s and not instance.is_dead
         # A replacement that is up but has not proved its weights yet would refuse everything.
-        has_proved = instance.status is not None and instance.status.version >= 0
+        has_proved = instance.status is not None and instance.status.version >= self.served_version
         return is_there and has_proved and now >= instance.cool_until_s
 
     def _is_coming(self, instance: Instance) -> bool:
@@ -171,6 +179,8 @@ class InstancePool:
         parts = ["dead" if instance.is_dead else instance.state]
         if instance.status is not None and now - instance.heartbeat_seen_s >= self.heartbeat_timeout_s:
             parts.append(f"no heartbeat for {now - instance.heartbeat_seen_s:.0f} s")
+        if instance.status is not None and instance.status.version < self.served_version:
+            parts.append(f"at version {instance.status.version} while the run is at {self.served_version}")
         if instance.failures_in_a_row:
             parts.append(f"{instance.failures_in_a_row} failures in a row")
         if instance.load:

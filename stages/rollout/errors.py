@@ -38,6 +38,10 @@ class UnprovedWeightsError(RolloutError):
     """The server holds weights that it could not prove; it answers nothing any more."""
 
 
+class RefusedAgainError(RolloutError):
+    """The instance could take none of the last versions, although it runs."""
+
+
 class ReplacedError(RolloutError):
     """A later start of the same instance has taken its place."""
 

@@ -191,6 +191,11 @@ async def _own_endpoint(reloads: Reloads, scope: Scope, receive: Receive, send: 
         except ReloadRefusedError as refusal:
             facts = {"error": str(refusal), "kind": refusal.kind, "tensor": refusal.tensor}
             await _answer(send, refusal.status, facts | reloads.state())
+        except (
+            OSError
+        ) as problem:  # of the filesystem, while a version was looked at or read: the order may be given again
+            facts = {"error": f"{type(problem).__name__}: {problem}", "kind": "io_error", "tensor": ""}
+            await _answer(send, 500, facts | reloads.state())
     else:
         await _answer(send, 404, {"error": f"no {method} {path}"})
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
 
 from stages.context import StageContext
+from stages.files import WaitTimeoutError
 from stages.rollout.agent import ServerKeeper, StartPoint, host_name
 from stages.rollout.client import GuardAnswer
 from stages.rollout.errors import UnprovedWeightsError
 from stages.rollout.node_folder import node_lock
 from stages.rollout.orders import Order
 from stages.rollout.registration import Registration
-from stages.weights.apply import write_loaded, write_nack, write_prepared
+from stages.weights.apply import await_version, write_loaded, write_nack, write_prepared
 from stages.weights.records import Loaded, Nack, Prepared, Proof, RefreshRequest
 
 _FATAL = ("swap_failed", "proof_failed")
@@ -22,19 +23,27 @@ _FATAL = ("swap_failed", "proof_failed")
 
 
 class _NotAcknowledgedError(Exception):
-    """The server refused an order; the refusal was written down."""
+    """The server refused an order, and the refusal was written down; or a newer request makes this one pointless."""
 
 
 class Refresh:
-    """One request for one version. `apply` is called once."""
+    """One request for one version. `apply` is called once; `is_superseded` tells whether there is a request for a newer one."""
 
     def __init__(
-        self, context: StageContext, keeper: ServerKeeper, registration: Registration, request: RefreshRequest
+        self,
+        context: StageContext,
+        keeper: ServerKeeper,
+        registration: Registration,
+        request: RefreshRequest,
+        is_superseded: Callable[[RefreshRequest], bool] = lambda request: False,
     ) -> None:
+        self.was_refused = False
+        self._is_superseded = is_superseded
         self._context = context
         self._keeper = keeper
         self._registration = registration
         self._request = request
+        self._retry = request.retries.get(context.name, 0)
         self._started_s = time.monotonic()
         self._order = Order(
             run_id=context.run.run_id,
@@ -46,8 +55,9 @@ class Refresh:
             deadline_s=request.deadline_s,
         )
 
-    def apply(self) -> None:
-        """Prepare, commit, prove, acknowledge. A refusal before the commit leaves the old version served, with a NACK.
+    def apply(self) -> tuple[Prepared, Loaded] | None:
+        """Prepare, commit, prove, acknowledge; the answers written. None when it ended before the commit: the old version is
+        served on, and a NACK says why, unless a newer version was asked for meanwhile.
 
         Raises UnprovedWeightsError after a commit that failed, ServerDiedError, VllmStartError, StoppedError.
         """
@@ -55,17 +65,22 @@ class Refresh:
         # The lease comes before the first look into the folder: it keeps the trainer from deleting it.
         self._registration.update(state="reloading", leases=(*status.leases, self._request.version))
         try:
-            self._prepare()
+            prepared = self._prepare()
             with self._lock() as lock_wait_s:
                 measured = self._commit() if self._request.method == "inplace" else self._restart()
-            self._acknowledge(measured, lock_wait_s)
+            return prepared, self._acknowledge(measured, lock_wait_s)
         except _NotAcknowledgedError:
             self._registration.update(state="ready", leases=status.leases)
+            return None
 
     # ---- prepare -------------------------------------------------------------------------------------------------
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> Prepared:
         request = self._request
+        try:
+            await_version(self._context.run, request, self._check_worth)
+        except WaitTimeoutError as late:
+            self._refuse_for("prepare", str(late))
         with self._context.recorder.span("prepare_weights", version=request.version) as span:
             self._context.recorder.flow_step("version", request.version)
             answer = self._obey("prepare")
@@ -78,8 +93,15 @@ class Refresh:
             bytes=int(answer["bytes"]),
             prepare_s=self._prepare_s,
             host=host_name(),
+            retry=self._retry,
         )
         write_prepared(self._context.run, prepared)
+        return prepared
+
+    def _check_worth(self) -> None:
+        self._keeper.pause(0.0)
+        if self._is_superseded(self._request):
+            raise _NotAcknowledgedError
 
     # ---- commit --------------------------------------------------------------------------------------------------
 
@@ -88,12 +110,17 @@ class Refresh:
         if self._request.strategy == "parallel":
             yield 0.0
             return
+        with ExitStack() as stack:
+            yield self._take_turn(stack)
 
-        def check() -> None:
-            self._keeper.pause(0.0)
-
-        with node_lock(self._context.run.run_id, deadline_s=self._request.deadline_s, check=check) as waited_s:
-            yield waited_s
+    def _take_turn(self, stack: ExitStack) -> float:
+        lock = node_lock(
+            self._context.run.run_id, deadline_s=self._request.deadline_s, check=lambda: self._keeper.pause(0.0)
+        )
+        try:
+            return stack.enter_context(lock)
+        except WaitTimeoutError as late:
+            self._refuse_for("commit", str(late))
 
     def _commit(self) -> dict[str, Any]:
         with self._context.recorder.span("commit_weights", version=self._request.version) as span:
@@ -126,7 +153,7 @@ class Refresh:
             "paused_s": time.monotonic() - begun_s,
         }
 
-    def _acknowledge(self, measured: dict[str, Any], lock_wait_s: float) -> None:
+    def _acknowledge(self, measured: dict[str, Any], lock_wait_s: float) -> Loaded:
         request, answer = self._request, measured["answer"]
         loaded = Loaded(
             instance=self._context.name,
@@ -143,6 +170,7 @@ class Refresh:
             proof=Proof(**answer["proof"]),
             host=host_name(),
             server_response=answer,
+            retry=self._retry,
         )
         self._registration.update(
             state="ready",
@@ -152,6 +180,7 @@ class Refresh:
             leases=(request.version,) if request.method == "restart" else (),
         )
         write_loaded(self._context.run, loaded)
+        return loaded
 
     # ---- both ----------------------------------------------------------------------------------------------------
 
@@ -169,18 +198,23 @@ class Refresh:
 
     def _refuse(self, what: str, answer: GuardAnswer) -> None:
         body = answer.body
-        phase = "proof" if body.get("kind") == "proof_failed" or what == "prove" else what
-        error = str(body.get("error") or f"the server answered {answer.status}")
         fatal = body.get("kind") in _FATAL or what == "prove"
-        nack = Nack(
-            instance=self._context.name,
-            version=self._request.version,
-            digest=self._request.digest,
-            phase=phase,
-            error=error,
+        self._write_nack(
+            phase="proof" if body.get("kind") == "proof_failed" or what == "prove" else what,
+            error=str(body.get("error") or f"the server answered {answer.status}"),
             serving_version=-1 if fatal else int(body.get("version", self._registration.status.version)),
             tensor=str(body.get("tensor") or ""),
         )
-        self._context.recorder.instant("nack", version=self._request.version, error=error, tensor=nack.tensor)
-        print(f"{self._context.name} refuses version {self._request.version}: {error}", flush=True)
+
+    def _refuse_for(self, phase: str, error: str) -> NoReturn:
+        """What the server was not even asked."""
+        self._write_nack(phase, error, self._registration.status.version)
+        raise _NotAcknowledgedError
+
+    def _write_nack(self, phase: str, error: str, serving_version: int, tensor: str = "") -> None:
+        request, name = self._request, self._context.name
+        nack = Nack(name, request.version, request.digest, phase, error, serving_version, tensor, self._retry)
+        self.was_refused = True
+        self._context.recorder.instant("nack", version=request.version, error=error, tensor=tensor)
+        print(f"{name} refuses version {request.version}: {error}", flush=True)
         write_nack(self._context.run, nack)

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any, NoReturn
 
 from planner.plan import InstancePlacement
 from stages.context import StageContext
-from stages.orphaned import SupervisorWatch
 from stages.process import incarnation
 from stages.rollout.agent import ServerKeeper, StartPoint, host_name
 from stages.rollout.errors import RolloutOptionError, UnprovedWeightsError
+from stages.rollout.follow import follow_requests
 from stages.rollout.orders import Order
-from stages.rollout.refresh import Refresh
 from stages.rollout.registration import Registration
-from stages.weights.apply import pending_request
 from stages.weights.instances import InstanceStatus
-
-_POLL_FIRST_S = 0.005
-_POLL_LAST_S = 0.25
-_POLL_SHARE = 0.02
-"""A request is looked for every 2 % of the time since the last one, within the two limits."""
 
 
 def run(context: StageContext) -> dict[str, Any]:
@@ -71,28 +63,12 @@ def _serve(context: StageContext, start: StartPoint, digest_to_prove: str | None
                 registration.update(version=start.version, manifest_digest=digest_to_prove)
             registration.update(state="ready")
             print(f"{context.name} is ready at {keeper.server.base_url}", flush=True)
-            _follow_requests(context, keeper, registration)
+            follow_requests(context, keeper, registration)
         finally:
             try:
                 registration.update(state="stopping")
             finally:
                 keeper.close()
-
-
-def _follow_requests(context: StageContext, keeper: ServerKeeper, registration: Registration) -> NoReturn:
-    """Apply every request for a version newer than the one served; leaves only by an exception."""
-    handled = registration.status.version
-    since_s, supervisor = time.monotonic(), SupervisorWatch.of(context)
-    while True:
-        supervisor.look()
-        request = pending_request(context.run, context.name, handled)
-        if request is not None:
-            Refresh(context, keeper, registration, request).apply()
-            handled = request.version
-            context.recorder.counter("version", registration.status.version)
-            since_s = time.monotonic()
-        idle_s = time.monotonic() - since_s
-        keeper.pause(min(_POLL_LAST_S, max(_POLL_FIRST_S, _POLL_SHARE * idle_s)))
 
 
 def _prove(context: StageContext, keeper: ServerKeeper, version: int, digest: str) -> None:

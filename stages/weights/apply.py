@@ -3,28 +3,79 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from stages.files import list_names, make_directory
+from stages.files import DamagedRecordError, list_inodes, list_names, make_directory, wait_for
 from stages.rundir import RunDir
 from stages.weights.records import Loaded, Nack, Prepared, RefreshRequest
 
 _REQUEST_NAME = re.compile(r"^v(\d{6,})\.json$")
 
 
-def pending_request(run: RunDir, instance: str, newer_than: int) -> RefreshRequest | None:
-    """The newest request of this attempt for a version above `newer_than` that names `instance`; None when there is none.
+@dataclass
+class Requests:
+    """The requests to one instance. Each look is one listing; a record is read once, and again when it was written anew."""
 
-    Requests that an older attempt or another run left behind do not count. Raises RecordError for a damaged request.
+    run: RunDir
+    instance: str
+    _seen: dict[int, tuple[int, RefreshRequest | None]] = field(default_factory=dict)
+
+    def newest(self, newer_than: int) -> RefreshRequest | None:
+        """The newest request of this attempt for a version above `newer_than` that names this instance; None when there is none.
+
+        Requests that an older attempt or another run left behind do not count. Raises RecordError for a damaged request.
+        """
+        inodes = {
+            int(match[1]): inode
+            for name, inode in list_inodes(self.run.requests).items()
+            if (match := _REQUEST_NAME.match(name)) and int(match[1]) > newer_than
+        }
+        self._seen = {version: seen for version, seen in self._seen.items() if version in inodes}
+        for version in sorted(inodes, reverse=True):
+            request = self._read(version, inodes[version])
+            if request is not None:
+                return request
+        return None
+
+    def _read(self, version: int, inode: int) -> RefreshRequest | None:
+        seen = self._seen.get(version)
+        if seen is not None and inode and seen[0] == inode:
+            return seen[1]
+        read, record = self.run.read_inode(self.run.request_json(version))
+        request = None
+        if record is not None:
+            request = RefreshRequest.from_record(record, f"request for version {version}")
+            if request.version != version or self.instance not in request.instances:
+                request = None
+        self._seen[version] = (read, request)
+        return request
+
+
+def pending_request(run: RunDir, instance: str, newer_than: int) -> RefreshRequest | None:
+    """One look at the requests: see `Requests.newest`."""
+    return Requests(run, instance).newest(newer_than)
+
+
+def await_version(run: RunDir, request: RefreshRequest, check: Callable[[], None]) -> None:
+    """Wait until this host sees the requested version: it may see the request first, or still a folder of the same name.
+
+    (An NFS client may remember names and their absence for `acdirmax`, 60 s.) Raises WaitTimeoutError after the request's own
+    deadline, and what `check` raises.
     """
-    versions = (int(match[1]) for name in list_names(run.requests) if (match := _REQUEST_NAME.match(name)))
-    for version in sorted((version for version in versions if version > newer_than), reverse=True):
-        record = run.read(run.request_json(version))
-        if record is None:
-            continue
-        request = RefreshRequest.from_record(record, f"request for version {version}")
-        if request.version == version and instance in request.instances:
-            return request
-    return None
+    folder = run.weights_version(request.version)
+
+    def look() -> bool | None:
+        if folder.name not in list_names(run.weights):
+            return None
+        try:
+            record = run.manifest(folder)
+        except DamagedRecordError:
+            return True  # it is there; what is wrong with it, the server will say
+        return True if record is not None and record.get("digest") == request.digest else None
+
+    what = f"{folder} with digest {request.digest}"
+    wait_for(look, deadline_s=request.deadline_s, awaited=what, from_whom="the trainer", check=check)
 
 
 def write_prepared(run: RunDir, prepared: Prepared) -> None:

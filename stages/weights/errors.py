@@ -133,3 +133,15 @@ class InstanceSilentError(WeightsError):
             f"instance {instance} (last state {state!r}) has not moved its heartbeat for {silent_s:.1f} s "
             f"(limit: rollout.heartbeat_timeout_s)"
         )
+
+
+class InstanceLateError(WeightsError):
+    """An instance that lives did not answer in its time."""
+
+    def __init__(self, instance: str, waited_s: float) -> None:
+        super().__init__(instance, waited_s)
+        self.instance = instance
+        self.waited_s = waited_s
+
+    def __str__(self) -> str:
+        return f"no ACK from {self.instance} within {self.waited_s:.1f} s"

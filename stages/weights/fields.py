@@ -65,6 +65,12 @@ class Fields:
             raise self.error(name, f"wanted a list of finite numbers, got {value!r}")
         return tuple(float(item) for item in value)
 
+    def counts(self, name: str) -> dict[str, int]:
+        value = self.mapping(name)
+        if any(type(count) is not int or count < 1 for count in value.values()):
+            raise self.error(name, f"wanted counts of at least 1, got {value!r}")
+        return value
+
     def texts(self, name: str) -> tuple[str, ...]:
         value = self.take(name)
         if not isinstance(value, list) or any(not isinstance(item, str) or not item for item in value):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +12,9 @@ from stages.rundir import RunDir
 from stages.weights.fields import Fields
 
 STATES = ("starting", "ready", "reloading", "stopping")
+_READERS = 16
+_ALONE = 16
+"""So many records are read by one thread; more by several, because each is a few round trips to a file server."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,14 @@ def read_status(run: RunDir, instance: str) -> InstanceStatus | None:
     return None if record is None else InstanceStatus.from_record(record, f"registration of {instance}")
 
 
-def read_statuses(run: RunDir) -> dict[str, InstanceStatus]:
-    """All instances that registered in this attempt, by name."""
-    names = [name.removesuffix(".json") for name in list_names(run.instances) if name.endswith(".json")]
-    found = {name: read_status(run, name) for name in names}
-    return {name: status for name, status in found.items() if status is not None}
+def read_statuses(run: RunDir, names: Iterable[str] | None = None) -> dict[str, InstanceStatus]:
+    """Instances that registered in this attempt, by name: all, or those of `names`. Raises RecordError for a damaged record."""
+    if names is None:
+        names = [name.removesuffix(".json") for name in list_names(run.instances) if name.endswith(".json")]
+    wanted = list(names)
+    if len(wanted) <= _ALONE:
+        found = [read_status(run, name) for name in wanted]
+    else:
+        with ThreadPoolExecutor(_READERS) as pool:
+            found = list(pool.map(lambda name: read_status(run, name), wanted))
+    return {name: status for name, status in zip(wanted, found, strict=True) if status is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from stages.weights.fields import Fields
@@ -21,7 +21,8 @@ CLOCK_SLACK_S = 1e-3
 class RefreshRequest:
     """The trainer asks a complete set of instances to serve `version`.
 
-    `path` is relative to the run directory; `deadline_s` counts from the writing of the request.
+    `path` is relative to the run directory; `deadline_s` counts from the writing of the request. `retries` counts, by name,
+    how often an instance that refused was asked again: the same request, written anew.
     """
 
     version: int
@@ -32,6 +33,7 @@ class RefreshRequest:
     instances: tuple[str, ...]
     deadline_s: float
     time: float
+    retries: dict[str, int] = field(default_factory=dict)
 
     def to_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,6 +50,7 @@ class RefreshRequest:
             instances=fields.texts("instances"),
             deadline_s=fields.number("deadline_s"),
             time=fields.number("time"),
+            retries=fields.counts("retries"),
         )
         fields.finish()
         if request.path != f"weights/v{request.version:06d}":
@@ -67,6 +70,7 @@ class Prepared:
     bytes: int
     prepare_s: float
     host: str
+    retry: int = 0
 
     def to_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,6 +85,7 @@ class Prepared:
             bytes=fields.integer("bytes", 1),
             prepare_s=fields.number("prepare_s"),
             host=fields.text("host"),
+            retry=fields.integer("retry"),
         )
         fields.finish()
         return prepared
@@ -127,9 +132,15 @@ class Loaded:
     proof: Proof
     host: str
     server_response: dict[str, Any]
+    retry: int = 0
 
     def to_record(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def own_s(self) -> float:
+        """What the instance itself needed, without the wait for its turn on the node."""
+        return max(0.0, self.total_reload_s - self.lock_wait_s)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], what: str) -> Loaded:
@@ -149,6 +160,7 @@ class Loaded:
             proof=Proof.from_record(fields.mapping("proof"), what),
             host=fields.text("host"),
             server_response=fields.mapping("server_response"),
+            retry=fields.integer("retry"),
         )
         fields.finish()
         for name in PARTS:
@@ -161,7 +173,7 @@ class Loaded:
 class Nack:
     """The instance refuses `version` and goes on with `serving_version` (-1: it serves nothing).
 
-    `tensor` names the one at fault when there is one, else it is empty.
+    `tensor` names the one at fault when there is one, else it is empty. `retry` is the request's, for this instance.
     """
 
     instance: str
@@ -171,6 +183,7 @@ class Nack:
     error: str
     serving_version: int
     tensor: str = ""
+    retry: int = 0
 
     def to_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -186,6 +199,7 @@ class Nack:
             error=fields.text("error"),
             serving_version=fields.integer("serving_version", -1),
             tensor=fields.text("tensor", empty=True),
+            retry=fields.integer("retry"),
         )
         fields.finish()
         return nack

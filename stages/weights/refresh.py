@@ -1,36 +1,50 @@
-"""The trainer's side of the protocol: ask all instances to serve a version, and believe only complete, equal answers."""
+"""The trainer's side of the protocol: ask all instances to serve a version, and believe only complete, equal answers.
+
+An instance that refuses is asked again. One that refuses for good, falls silent or is late is quarantined: it gets no prompts
+(`stages.controller.instances`) until it has proved the version or a newer one. The run goes on while the least number of
+instances that it needs has proved the version.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
-from conf.schema import LibraConfig
 from stages.context import StageContext
-from stages.files import WaitTimeoutError, list_names, make_directory, wait_for
-from stages.rundir import RunDir
-from stages.weights.errors import InstanceSilentError, RecordError, WeightRefreshError
-from stages.weights.instances import read_statuses
+from stages.files import make_directory, wait_for
+from stages.weights.acks import Acks
+from stages.weights.deadlines import Before, read_before, refresh_deadline_s, slowest_bytes_per_s
+from stages.weights.errors import InstanceLateError, WeightRefreshError
+from stages.weights.instances import InstanceStatus, read_statuses
 from stages.weights.manifest import Manifest
 from stages.weights.patience import Patience
-from stages.weights.records import PARTS, Loaded, Nack, Prepared, RefreshRequest
+from stages.weights.records import PARTS, Loaded, Nack, RefreshRequest
 
-Answer = TypeVar("Answer", Prepared, Loaded, Nack)
+RETRY_PAUSES_S = (0.5, 2.0)
+"""After so many seconds each an instance that refused, and goes on, is asked again: files may become visible or readable late."""
 
 
 @dataclass(frozen=True)
 class RefreshResult:
-    """`refresh_s` from the writing of the request to the last valid ACK; `slowest` names that instance and its parts."""
+    """`refresh_s` from the writing of the request to the last valid ACK; `slowest` names that instance and its parts.
+
+    `instances` are those that proved the version; `quarantined` says why the others did not. `slowest_bytes_per_s` is what the
+    next refresh's deadline follows from.
+    """
 
     version: int
     digest: str
+    method: str
     refresh_s: float
     publish_s: float
+    deadline_s: float
+    slowest_bytes_per_s: float
     slowest: dict[str, Any]
     instances: tuple[str, ...]
+    quarantined: dict[str, str] = field(default_factory=dict)
 
     def to_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -43,153 +57,195 @@ def request_refresh(
     publish_s: float,
     check: Callable[[], None] | None = None,
 ) -> RefreshResult:
-    """Ask `instances` (the complete set) to serve the version of `manifest`, and wait until each has proved it.
+    """Ask `instances` (the complete set) to serve the version of `manifest`, and wait until enough have proved it.
 
-    Every field of every ACK is checked; ACKs of an older attempt or another run do not count. Writes
+    Enough are all, and where rollout.min_instances says so at least that many, once none is left that may still answer in
+    time. Every field of every ACK is checked; ACKs of an older attempt or another run do not count. Writes
     control/refreshed/vN.json at the end. `publish_s` is only reported. `check` is called while waiting, and may raise.
 
-    An instance that the supervisor replaces meanwhile is waited for, and answers as the old one would have; one that it gave
-    up is not (`stages.weights.patience`).
+    An instance that the supervisor replaces meanwhile is waited for where it is needed, and answers as the old one would
+    have; one that it gave up is not (`stages.weights.patience`).
 
-    Raises WeightRefreshError naming the instances: one refused, answered wrongly, fell silent (rollout.heartbeat_timeout_s)
-    or did not answer in time (weights.refresh_timeout_s, plus what starting a server may take where one has to start).
+    Raises WeightRefreshError naming the instances: too many refused, fell silent (rollout.heartbeat_timeout_s) or did not
+    answer in time (`stages.weights.deadlines`), or one gave an answer that no sound instance gives.
     """
-    run, config = context.run, context.config
-    request = _request(run, config, manifest, instances)
-    make_directory(run.acks(manifest.version))
+    run, version = context.run, manifest.version
+    names = tuple(sorted(set(instances)))
+    before, statuses = read_before(run, context.config, version), read_statuses(run, names)
+    request = _request(context, manifest, names, before, statuses)
+    make_directory(run.acks(version))
     started_s = time.monotonic()
-    run.write(run.request_json(manifest.version), request.to_record())
-    patience = Patience(run, config, request.instances, request.deadline_s)
-    acks = _Acks(run, config, manifest, request, patience)
+    run.write(run.request_json(version), request.to_record())
+    patience = Patience(run, context.config, names, request.deadline_s, statuses=statuses)
+    patience.away.update(_still_quarantined(before, statuses))
+    asking = _Asking(context, manifest, Acks(run, context.config, manifest, request), patience)
 
     def look_around() -> None:
         context.check_stop()
         if check is not None:
             check()
-        patience.check(acks.missing())
+        asking.judge()
 
-    try:
-        loaded = wait_for(
-            acks.look, deadline_s=math.inf, awaited="all ACKs", from_whom="the instances", check=look_around
-        )
-    except WaitTimeoutError as late:
-        raise WeightRefreshError(manifest.version, acks.missing(), acks.lateness(late.waited_s)) from late
-    except InstanceSilentError as silent:
-        raise WeightRefreshError(manifest.version, (silent.instance,), str(silent)) from silent
-    result = _result(manifest, request, loaded, time.monotonic() - started_s, publish_s)
-    run.write(run.refreshed_json(manifest.version), result.to_record())
+    loaded = wait_for(
+        asking.look, deadline_s=math.inf, awaited="all ACKs", from_whom="the instances", check=look_around
+    )
+    result = _result(manifest, request, loaded, before, time.monotonic() - started_s, publish_s)
+    result = replace(result, quarantined=asking.quarantined())
+    run.write(run.refreshed_json(version), result.to_record())
+    _tell(context, result, before)
     return result
 
 
-def _request(run: RunDir, config: LibraConfig, manifest: Manifest, instances: Sequence[str]) -> RefreshRequest:
+def _request(
+    context: StageContext,
+    manifest: Manifest,
+    names: tuple[str, ...],
+    before: Before,
+    statuses: Mapping[str, InstanceStatus],
+) -> RefreshRequest:
+    run, config = context.run, context.config
+    is_starting = any(name not in statuses or statuses[name].state == "starting" for name in names)
     return RefreshRequest(
         version=manifest.version,
         path=str(run.weights_version(manifest.version).relative_to(run.root)),
         digest=manifest.digest,
         method=config.rollout_weight_reload_method,
         strategy=config.rollout_weight_reload_strategy,
-        instances=tuple(sorted(set(instances))),
-        deadline_s=_deadline_s(run, config, instances),
+        instances=names,
+        deadline_s=refresh_deadline_s(
+            config, context.plan, manifest.weight_bytes, before.slowest_bytes_per_s, is_starting=is_starting
+        ),
         time=time.time(),
     )
 
 
-def _deadline_s(run: RunDir, config: LibraConfig, instances: Sequence[str]) -> float:
-    """Loading time, and where a server has yet to start (a new instance, method restart) what that may take."""
-    statuses = read_statuses(run)
-    starting = any(name not in statuses or statuses[name].state == "starting" for name in instances)
-    restart = config.rollout_weight_reload_method == "restart"
-    serial = restart and config.rollout_weight_reload_strategy == "serial"
-    starts = int(starting) + (len(instances) if serial else int(restart))
-    return config.weights.refresh_timeout_s + starts * (config.rollout.ready_timeout_s + config.rollout.stop_timeout_s)
+def _still_quarantined(before: Before, statuses: Mapping[str, InstanceStatus]) -> dict[str, str]:
+    """Of the instances that missed the version before, those that have not proved it since."""
+    behind = (name for name in before.quarantined if name not in statuses or statuses[name].version < before.version)
+    return {name: f"instance {name} has not proved version {before.version} either" for name in behind}
 
 
 @dataclass
-class _Acks:
-    """What has been answered so far; every record is read and checked once."""
+class _Asking:
+    """One refresh under way: who has proved, who may still, who is out and why."""
 
-    run: RunDir
-    config: LibraConfig
+    context: StageContext
     manifest: Manifest
-    request: RefreshRequest
+    acks: Acks
     patience: Patience
-    loaded: dict[str, Loaded] = field(default_factory=dict)
-    prepared: dict[str, Prepared] = field(default_factory=dict)
+    _refusals: dict[str, str] = field(default_factory=dict)
+    _again_s: dict[str, float] = field(default_factory=dict)
 
     def look(self) -> dict[str, Loaded] | None:
-        """List the answers once. All ACKs when they are complete, else None; raises WeightRefreshError for a refusal."""
-        names = set(list_names(self.run.acks(self.request.version)))
-        for instance in self.missing():
-            if f"{instance}.nack.json" in names:
-                self._refuse(instance)
-            if instance not in self.prepared and f"{instance}.prepared.json" in names:
-                self._take(instance, "prepared", Prepared, self.prepared)
-            if instance in self.prepared and f"{instance}.loaded.json" in names:
-                self._take(instance, "loaded", Loaded, self.loaded)
-        return None if self.missing() else self.loaded
+        """Read new answers. Those of all that proved the version when that is enough, else None."""
+        self.acks.look()
+        self._answer_refusals()
+        if len(self.acks.loaded) < self._needed():
+            return None
+        awaited = (name for name in self._members() if name not in self.acks.loaded and not self._why_out(name))
+        return None if any(name not in self.patience.away for name in awaited) else self.acks.loaded
 
-    def missing(self) -> tuple[str, ...]:
-        awaited = (name for name in self.request.instances if self.patience.is_awaited(name))
-        return tuple(name for name in awaited if name not in self.loaded)
+    def judge(self) -> None:
+        """Raises WeightRefreshError as soon as too few are left that may prove the version."""
+        self.patience.check([name for name in self.acks.missing() if name not in self._refusals])
+        out = [name for name in self._members() if name not in self.acks.loaded and self._why_out(name)]
+        if len(self._members()) - len(out) < self._needed():
+            raise WeightRefreshError(self.manifest.version, tuple(out), self._reasons(out))
 
-    def lateness(self, waited_s: float) -> str:
-        states = ", ".join(
-            f"{name}: {'prepared, not loaded' if name in self.prepared else 'no answer'}" for name in self.missing()
-        )
-        return f"no ACK within {waited_s:.1f} s ({states}; limit: weights.refresh_timeout_s)"
+    def quarantined(self) -> dict[str, str]:
+        """Why each instance of the run that has not proved the version did not."""
+        missing = [name for name in self._members() if name not in self.acks.loaded]
+        return {name: self._why_out(name) or self.patience.away[name] for name in missing}
 
-    def _refuse(self, instance: str) -> None:
-        nack = self._read(instance, "nack", Nack)
-        if nack is None or (nack.serving_version < 0 and self.patience.is_replaced_after(instance)):
-            return  # in the second case it ends, and its replacement loads the version from the start
+    def _members(self) -> list[str]:
+        return [name for name in self.acks.request.instances if name not in self.patience.given_up]
+
+    def _needed(self) -> int:
+        members = len(self._members())
+        return min(self.context.config.rollout.min_instances or members, members)
+
+    def _why_out(self, name: str) -> str:
+        failure = self.patience.failures.get(name)
+        return self._refusals.get(name) or ("" if failure is None else str(failure))
+
+    def _reasons(self, out: Sequence[str]) -> str:
+        failures = [self.patience.failures[name] for name in out if name not in self._refusals]
+        late = [failure for failure in failures if isinstance(failure, InstanceLateError)]
+        reasons = [*self._refusals.values(), *(str(failure) for failure in failures if failure not in late)]
+        if late:
+            waited_s = max(failure.waited_s for failure in late)
+            states = ", ".join(f"{failure.instance}: {self.acks.state_of(failure.instance)}" for failure in late)
+            limit = "limit: weights.refresh_timeout_s; from measured rates less, down to weights.refresh_floor_s"
+            reasons.append(f"no ACK within {waited_s:.1f} s ({states}; {limit})")
+        return "; ".join(reasons)
+
+    # ---- refusals --------------------------------------------------------------------------------------------------
+
+    def _answer_refusals(self) -> None:
+        """Ask again those that refused and go on, after a pause each; several at once in one writing of the request."""
+        for name, nack in list(self.acks.refused.items()):
+            if name not in self._again_s:
+                self._take_refusal(name, nack)
+        now_s = time.monotonic()
+        due = [name for name, at_s in self._again_s.items() if at_s <= now_s]
+        if due:
+            self._ask_again(due)
+
+    def _take_refusal(self, name: str, nack: Nack) -> None:
+        retries = self.acks.request.retries.get(name, 0)
         tensor = f"tensor {nack.tensor}: " if nack.tensor else ""
         reason = f"refused in phase {nack.phase}: {tensor}{nack.error} (it serves version {nack.serving_version})"
-        raise WeightRefreshError(self.request.version, (instance,), reason)
+        if nack.serving_version < 0 and self.patience.is_replaced_after(name):
+            # It ends, and its replacement loads the version from the start.
+            del self.acks.refused[name]
+            self.patience.away.setdefault(name, f"instance {name} {reason}")
+        elif nack.serving_version < 0 or retries == len(RETRY_PAUSES_S):
+            self._refusals[name] = reason + (f", also when asked again {retries} times" if retries else "")
+            del self.acks.refused[name]
+        else:
+            self._again_s[name] = time.monotonic() + RETRY_PAUSES_S[retries]
 
-    def _take(self, instance: str, phase: str, kind: type[Answer], into: dict[str, Answer]) -> None:
-        answer = self._read(instance, phase, kind)
-        if answer is not None:
-            into[instance] = answer
-
-    def _read(self, instance: str, phase: str, kind: type[Answer]) -> Answer | None:
-        """A checked answer of this attempt, or None. Raises WeightRefreshError naming the field that is wrong."""
-        what = f"{phase} of {instance} for version {self.request.version}"
-        try:
-            record = self.run.read(self.run.ack_json(self.request.version, instance, phase))
-            if record is None:
-                return None
-            answer = kind.from_record(record, what)
-            self._compare(what, {**asdict(answer), "writer": record["writer"]}, instance)
-        except (RecordError, ValueError) as problem:
-            raise WeightRefreshError(self.request.version, (instance,), f"wrong answer: {problem}") from problem
-        return answer
-
-    def _compare(self, what: str, answer: dict[str, Any], instance: str) -> None:
-        """Every field that the request or the manifest determines must equal it."""
-        wanted = {
-            "writer": instance,
-            "instance": instance,
-            "version": self.request.version,
-            "digest": self.request.digest,
-            "method": self.request.method,
-            "strategy": self.request.strategy,
-            "bytes": self.manifest.weight_bytes,
-        }
-        for name in wanted.keys() & answer.keys():
-            if answer[name] != wanted[name]:
-                raise RecordError(what, name, f"wanted {wanted[name]!r}, got {answer[name]!r}")
-        if "proof" in answer:
-            tokens, tolerance = len(self.manifest.probe.logprobs), self.config.weights.proof_tolerance
-            if answer["proof"]["tokens"] != tokens:
-                raise RecordError(what, "proof.tokens", f"wanted {tokens}, got {answer['proof']['tokens']}")
-            if answer["proof"]["tolerance"] > tolerance:
-                got = answer["proof"]["tolerance"]
-                raise RecordError(what, "proof.tolerance", f"wanted at most {tolerance}, got {got}")
+    def _ask_again(self, names: Sequence[str]) -> None:
+        retries = self.acks.request.retries
+        more = {name: retries.get(name, 0) + 1 for name in names}
+        self.acks.request = replace(self.acks.request, retries={**retries, **more})
+        self.context.run.write(self.context.run.request_json(self.manifest.version), self.acks.request.to_record())
+        for name in names:
+            del self._again_s[name]
+            del self.acks.refused[name]
+            self.patience.asked_again(name)
 
 
 def _result(
-    manifest: Manifest, request: RefreshRequest, loaded: dict[str, Loaded], refresh_s: float, publish_s: float
+    manifest: Manifest,
+    request: RefreshRequest,
+    loaded: Mapping[str, Loaded],
+    before: Before,
+    refresh_s: float,
+    publish_s: float,
 ) -> RefreshResult:
     slowest = max(loaded.values(), key=lambda ack: ack.total_reload_s)
     parts = {name: getattr(slowest, name) for name in ("instance", "host", "total_reload_s", *PARTS)}
-    return RefreshResult(manifest.version, manifest.digest, refresh_s, publish_s, parts, tuple(sorted(loaded)))
+    return RefreshResult(
+        version=manifest.version,
+        digest=manifest.digest,
+        method=request.method,
+        refresh_s=refresh_s,
+        publish_s=publish_s,
+        deadline_s=request.deadline_s,
+        slowest_bytes_per_s=slowest_bytes_per_s(loaded.values(), manifest.weight_bytes, before.slowest_bytes_per_s),
+        slowest=parts,
+        instances=tuple(sorted(loaded)),
+    )
+
+
+def _tell(context: StageContext, result: RefreshResult, before: Before) -> None:
+    """Say who fell out and who is back, once each."""
+    for name, why in result.quarantined.items():
+        if name not in before.quarantined:
+            context.recorder.instant("quarantine", version=result.version, instance=name, reason=why)
+            print(f"{name} is quarantined at version {result.version}: {why}", flush=True)
+    for name in before.quarantined:
+        if name in result.instances:
+            context.recorder.instant("readmission", version=result.version, instance=name)
+            print(f"{name} is back at version {result.version}", flush=True)

@@ -147,7 +147,7 @@ def serve(told: Story, version: int, trainer: subprocess.Popen[str]) -> LlamaFor
     told.probe_differences.append(float(difference))
     proof = Proof(float(difference), 1e-3, len(ids) - 1)
     apply.write_prepared(agent, Prepared(INSTANCE, version, manifest.digest, manifest.weight_bytes, 0.0, "test"))
-    times = dict.fromkeys(
+    times: dict[str, Any] = dict.fromkeys(
         ("lock_wait_s", "process_stop_s", "model_load_s", "total_reload_s", "paused_s", "prepare_s"), 0.0
     )
     answer = Loaded(

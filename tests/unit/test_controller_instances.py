@@ -159,6 +159,30 @@ def test_an_instance_that_has_not_proved_a_version_gets_no_request(run: RunDir) 
     assert names(pool) == ["rollout_001"]
 
 
+def test_an_instance_that_is_behind_what_the_run_serves_gets_no_request_until_it_has_caught_up(run: RunDir) -> None:
+    pool, clock = pool_of(run)
+    register(run, 0, version=4)
+    register(run, 1, version=5)
+    pool.advance(5)
+
+    assert names(pool) == ["rollout_001"]
+    assert "rollout_000 (ready; at version 4 while the run is at 5)" in pool.describe()
+    register(run, 0, version=5)
+    clock.now += 1.0
+    assert names(pool) == ["rollout_000", "rollout_001"]
+
+
+def test_what_was_read_before_the_run_moved_on_does_not_count(run: RunDir) -> None:
+    pool, _ = pool_of(run)
+    register(run, 0, version=4)
+    assert names(pool) == ["rollout_000"]
+    register(run, 0, version=5)
+
+    pool.advance(5)
+
+    assert names(pool) == ["rollout_000"]
+
+
 def fate(run: RunDir, meanwhile: Callable[[int], None]) -> tuple[InstancePool, bool]:
     """Whether the pool finds that rollout_000 has died, with `meanwhile(look)` at each of its looks."""
     pool, clock = pool_of(run)

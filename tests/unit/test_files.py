@@ -266,12 +266,12 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 def _fail_first_reads(monkeypatch: pytest.MonkeyPatch, number: int, error: OSError) -> None:
     left = [number]
-    read_text: Callable[..., str] = Path.read_text
+    open_path: Callable[..., Any] = Path.open
 
-    def fail(path: Path, **options: Any) -> str:
+    def fail(path: Path, **options: Any) -> Any:
         if left[0]:
             left[0] -= 1
             raise error
-        return read_text(path, **options)
+        return open_path(path, **options)
 
-    monkeypatch.setattr(Path, "read_text", fail)
+    monkeypatch.setattr(Path, "open", fail)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stages.rundir import RunDir
-from stages.weights.apply import pending_request, write_loaded, write_nack
+from stages.weights.apply import Requests, pending_request, write_loaded, write_nack
 from stages.weights.errors import RecordError
 from stages.weights.instances import InstanceStatus, read_status, read_statuses
 from stages.weights.records import Nack, RefreshRequest
@@ -49,6 +49,28 @@ def test_the_newest_request_is_taken_and_older_ones_are_skipped(run: RunDir) -> 
 
     assert request is not None
     assert request.version == 2
+
+
+def test_a_request_is_read_once_and_again_when_it_was_written_anew(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(run, 2)
+    requests = Requests(run, "rollout_000")
+    reads: list[Path] = []
+    read_inode = RunDir.read_inode
+
+    def counted(self: RunDir, path: Path, **options: Any) -> tuple[int, dict[str, Any] | None]:
+        reads.append(path)
+        return read_inode(self, path, **options)
+
+    monkeypatch.setattr(RunDir, "read_inode", counted)
+
+    found = [requests.newest(-1) for _ in range(3)]
+    ask(run, 2, retries={"rollout_000": 1})
+    found += [requests.newest(-1) for _ in range(3)]
+
+    assert [request.retries for request in found if request is not None] == [{}] * 3 + [{"rollout_000": 1}] * 3
+    assert len(reads) == 2
 
 
 def test_a_version_already_served_is_no_request(run: RunDir) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,16 +77,127 @@ def test_a_requested_version_stays_until_all_have_proved_it(run: RunDir, context
     assert collect(context).versions == (0,)
 
 
-def test_a_damaged_registration_stops_collection_rather_than_lifting_its_lease(
+def test_a_damaged_registration_stops_collection_rather_than_lifting_its_lease_or_ending_the_run(
     run: RunDir, context: StageContext
 ) -> None:
     publish_versions(run, 0, 1, 2)
     run.write(run.instance_json("rollout_000"), {"leases": [0]})
 
-    with pytest.raises(RuntimeError, match="registration of rollout_000"):
+    collected = collect(context)
+
+    assert collected.versions == ()
+    assert "registration of rollout_000" in collected.left_alone[0]
+    assert sorted(run.published_versions()) == [0, 1, 2]
+
+
+def test_a_foreign_file_among_the_registrations_stops_nothing(run: RunDir, context: StageContext) -> None:
+    publish_versions(run, 0, 1, 2)
+    (run.instances / "notes.json").write_text("not a registration")
+
+    assert collect(context).versions == (0,)
+
+
+def make_link(path: Path, outside: Path) -> None:
+    path.symlink_to(outside)
+
+
+def make_file(path: Path, outside: Path) -> None:
+    path.write_text("not a version")
+
+
+def make_dangling_link(path: Path, outside: Path) -> None:
+    path.symlink_to(outside / "nowhere")
+
+
+@pytest.mark.parametrize("make", [make_link, make_file, make_dangling_link])
+@pytest.mark.parametrize("folder", ["weights/v000000", "weights/.v000007.trash-ab", "batches/step_000000"])
+def test_what_somebody_put_there_is_left_alone_and_ends_no_run(
+    run: RunDir, context: StageContext, tmp_path: Path, make: Callable[[Path, Path], None], folder: str
+) -> None:
+    publish_versions(run, 1, 2, 3)
+    context.config.weights.keep_batches = 4
+    for step in range(1, 6):
+        add_batch(run, step, trained=True)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "trained.json").write_text("{}")
+    make(run.root / folder, outside)
+
+    collected = collect(context)
+
+    assert collected.versions == (1,)
+    assert collected.batches == (1,)
+    assert (outside / "trained.json").read_text() == "{}"
+    assert collect(context).versions == ()
+
+
+def test_a_version_that_cannot_be_deleted_is_named_and_goes_later(
+    run: RunDir, context: StageContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_versions(run, 1, 2, 3)
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "not yours", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("stages.weights.collect.remove_tree", refuse)
+        collected = collect(context)
+
+    assert collected.versions == (1,)
+    assert "not yours" in collected.left_alone[0]
+    assert collect(context).leftovers[0].startswith(".v000001.trash-")
+
+
+def test_a_version_that_is_leased_while_it_is_collected_keeps_its_name(
+    run: RunDir, context: StageContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_versions(run, 1, 2, 3)
+    rename = os.rename
+
+    def lease_first(old: Path, new: Path) -> None:
+        if Path(old).name == "v000001":
+            register(run, "rollout_001", leases=(1,))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", lease_first)
+
+    assert collect(context).versions == ()
+    assert sorted(run.published_versions()) == [1, 2, 3]
+
+
+def test_a_collection_that_a_newer_attempt_overtakes_gives_the_version_back(
+    run: RunDir, context: StageContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_versions(run, 1, 2, 3)
+    rename = os.rename
+
+    def start_first(old: Path, new: Path) -> None:
+        if Path(old).name == "v000001":
+            run.start_attempt(1)
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", start_first)
+
+    with pytest.raises(FencedError):
         collect(context)
 
-    assert sorted(run.published_versions()) == [0, 1, 2]
+    assert sorted(run.published_versions()) == [1, 2, 3]
+
+
+def test_a_record_that_this_process_is_writing_is_no_leftover(run: RunDir, context: StageContext) -> None:
+    swept: list[tuple[str, ...]] = []
+    replace = os.replace
+
+    def sweep_first(source: Path, target: Path) -> None:
+        swept.append(sweep_leftovers(run, run.weights))
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "replace", sweep_first)
+        run.write(run.latest_json, {"version": 1})
+
+    assert swept == [()]
+    assert os.listdir(run.weights) == ["LATEST.json"]
 
 
 def test_versions_of_an_attempt_that_got_further_than_its_checkpoint_go(run: RunDir) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import pytest
 from conf.schema import LibraConfig
 from launch.desired_steps import desired_steps
 from stages.desired import write_desired
-from stages.files import WaitTimeoutError
 from stages.members import write_given_up
 from stages.rundir import RunDir
-from stages.weights.errors import InstanceSilentError
+from stages.weights.errors import InstanceLateError, InstanceSilentError
+from stages.weights.instances import InstanceStatus
 from stages.weights.patience import AWAY_BEATS, Patience, absence_s, load_s, replacements_s
 from tests.fake_runs import fake_config, fake_plan
 from tests.weights_kit import INSTANCES, register
@@ -41,6 +42,13 @@ def patience(run: RunDir, clock: Clock, config: LibraConfig | None = None) -> Pa
     return Patience(run, config, INSTANCES, DEADLINE_S, clock)
 
 
+def judge(watch: Patience, missing: Sequence[str]) -> None:
+    """One look; raises what it finds to be wrong with the instances."""
+    watch.check(missing)
+    for failure in watch.failures.values():
+        raise failure
+
+
 def supervised(run: RunDir, max_replacements: int = 3) -> None:
     """A supervisor that replaces instances, as the desired state says."""
     config = fake_config()
@@ -53,7 +61,7 @@ def test_a_moving_counter_is_life_however_slow_the_clock_of_its_host(run: RunDir
     watch = patience(run, clock)
     for beat in range(20):
         register(run, NAME, heartbeat=beat)
-        watch.check([NAME])
+        judge(watch, [NAME])
         clock.now_s += 9
 
 
@@ -61,13 +69,13 @@ def test_a_counter_that_stands_still_is_a_dead_instance_where_nobody_replaces_it
     clock = Clock()
     watch = patience(run, clock)
     register(run, NAME, heartbeat=7, state="reloading")
-    watch.check([NAME])
+    judge(watch, [NAME])
     clock.now_s += 9.9
-    watch.check([NAME])
+    judge(watch, [NAME])
     clock.now_s += 1.1
 
     with pytest.raises(InstanceSilentError, match=r"rollout_000 \(last state 'reloading'\).* 11\.0 s"):
-        watch.check([NAME])
+        judge(watch, [NAME])
 
 
 def test_replacements_that_the_options_rule_out_are_not_waited_for(run: RunDir) -> None:
@@ -75,32 +83,32 @@ def test_replacements_that_the_options_rule_out_are_not_waited_for(run: RunDir) 
     supervised(run, max_replacements=0)
     watch = patience(run, clock)
     register(run, NAME, heartbeat=7)
-    watch.check([NAME])
+    judge(watch, [NAME])
     clock.now_s += 10.0
 
     with pytest.raises(InstanceSilentError):
-        watch.check([NAME])
+        judge(watch, [NAME])
 
 
 def test_an_instance_that_has_not_registered_has_only_the_deadline(run: RunDir) -> None:
     clock = Clock()
     watch = patience(run, clock)
     clock.now_s += DEADLINE_S - 1.0
-    watch.check([NAME])
+    judge(watch, [NAME])
     clock.now_s += 1.0
 
-    with pytest.raises(WaitTimeoutError, match="all ACKs"):
-        watch.check([NAME])
+    with pytest.raises(InstanceLateError, match=r"600\.0 s"):
+        judge(watch, [NAME])
 
 
 def test_an_instance_that_has_answered_is_not_judged(run: RunDir) -> None:
     clock = Clock()
     watch = patience(run, clock)
     register(run, NAME, heartbeat=7)
-    watch.check(INSTANCES)
+    judge(watch, INSTANCES)
     clock.now_s += DEADLINE_S
 
-    watch.check([])
+    judge(watch, [])
 
 
 def test_a_silent_instance_that_is_replaced_is_waited_for(run: RunDir) -> None:
@@ -108,12 +116,12 @@ def test_a_silent_instance_that_is_replaced_is_waited_for(run: RunDir) -> None:
     supervised(run)
     watch = patience(run, clock)
     register(run, NAME, heartbeat=7)
-    watch.check([NAME])
+    judge(watch, [NAME])
     clock.now_s += 2 * 10.0
-    watch.check([NAME])  # silent for longer than heartbeat_timeout_s
+    judge(watch, [NAME])  # silent for longer than heartbeat_timeout_s
     register(run, NAME, heartbeat=1, incarnation=1, state="starting")
 
-    watch.check([NAME])
+    judge(watch, [NAME])
 
 
 def test_one_that_dies_just_before_the_deadline_gets_the_time_to_come_back_and_to_load(run: RunDir) -> None:
@@ -123,23 +131,23 @@ def test_one_that_dies_just_before_the_deadline_gets_the_time_to_come_back_and_t
     watch = patience(run, clock, config)
     register(run, NAME, heartbeat=7)
     clock.now_s += DEADLINE_S - 5.0
-    watch.check([NAME])
+    judge(watch, [NAME])
     clock.now_s += 5.0
-    watch.check([NAME])
+    judge(watch, [NAME])
     clock.now_s += absence_s(config) - 10.0
     register(run, NAME, heartbeat=1, incarnation=1, state="starting")
-    watch.check([NAME])
+    judge(watch, [NAME])
     beat = 1
     for _ in range(int(load_s(config) / 9.0)):
         clock.now_s += 9.0
         beat += 1
         register(run, NAME, heartbeat=beat, incarnation=1, state="starting")
-        watch.check([NAME])
+        judge(watch, [NAME])
     clock.now_s += 10.0
     register(run, NAME, heartbeat=beat + 1, incarnation=1, state="reloading")
 
-    with pytest.raises(WaitTimeoutError):
-        watch.check([NAME])
+    with pytest.raises(InstanceLateError):
+        judge(watch, [NAME])
 
 
 def test_one_that_never_comes_back_has_an_end_too(run: RunDir) -> None:
@@ -148,11 +156,11 @@ def test_one_that_never_comes_back_has_an_end_too(run: RunDir) -> None:
     config = LibraConfig()
     watch = patience(run, clock, config)
     register(run, NAME, heartbeat=7)
-    watch.check([NAME])
+    judge(watch, [NAME])
     clock.now_s += max(DEADLINE_S, absence_s(config)) + 1.0
 
-    with pytest.raises(WaitTimeoutError):
-        watch.check([NAME])
+    with pytest.raises(InstanceLateError):
+        judge(watch, [NAME])
 
 
 def test_an_instance_that_lives_and_does_not_answer_gets_no_more_time(run: RunDir) -> None:
@@ -160,16 +168,16 @@ def test_an_instance_that_lives_and_does_not_answer_gets_no_more_time(run: RunDi
     supervised(run)
     watch = patience(run, clock)
     register(run, NAME, heartbeat=0)
-    watch.check([NAME])
+    judge(watch, [NAME])
     for beat in range(1, int(DEADLINE_S)):
         clock.now_s += 1.0
         register(run, NAME, heartbeat=beat)
-        watch.check([NAME])
+        judge(watch, [NAME])
     clock.now_s += 1.0
     register(run, NAME, heartbeat=int(DEADLINE_S))
 
-    with pytest.raises(WaitTimeoutError):
-        watch.check([NAME])
+    with pytest.raises(InstanceLateError):
+        judge(watch, [NAME])
 
 
 def test_an_instance_that_was_given_up_is_not_awaited(run: RunDir) -> None:
@@ -178,18 +186,69 @@ def test_an_instance_that_was_given_up_is_not_awaited(run: RunDir) -> None:
     watch = patience(run, clock)
     write_given_up(replace(run, writer="supervisor"), {NAME: "its node failed"})
 
+    judge(watch, INSTANCES)
+
+    assert list(watch.given_up) == [NAME]
+
+
+def test_an_instance_that_is_being_replaced_is_away(run: RunDir) -> None:
+    supervised(run)
+    watch = patience(run, Clock())
+    register(run, "rollout_000", incarnation=1, version=-1, state="starting")
+    register(run, "rollout_001", state="stopping", version=3)
+
     watch.check(INSTANCES)
 
-    assert [name for name in INSTANCES if watch.is_awaited(name)] == ["rollout_001"]
+    assert "start 1 of instance rollout_000" in watch.away["rollout_000"]
+    assert "ending" in watch.away["rollout_001"]
+
+
+def test_the_first_start_of_an_instance_is_no_absence(run: RunDir) -> None:
+    supervised(run)
+    watch = patience(run, Clock())
+    register(run, "rollout_000", state="starting")
+
+    watch.check(INSTANCES)
+
+    assert watch.away == {}
+
+
+def test_a_silent_instance_that_is_replaced_is_away(run: RunDir) -> None:
+    clock = Clock()
+    supervised(run)
+    watch = patience(run, clock)
+    register(run, NAME, heartbeat=7)
+    watch.check([NAME])
+    clock.now_s += 10.0
+    watch.check([NAME])
+
+    assert "not moved its heartbeat for 10.0 s" in watch.away[NAME]
+    assert watch.failures == {}
+
+
+def test_an_instance_that_is_asked_again_gets_the_time_for_it(run: RunDir) -> None:
+    clock = Clock()
+    watch = patience(run, clock)
+    clock.now_s += DEADLINE_S - 1.0
+    watch.asked_again("rollout_000")
+    clock.now_s += 2.0
+    watch.check(INSTANCES)
+
+    assert list(watch.failures) == ["rollout_001"]
 
 
 def test_registrations_are_not_read_more_often_than_needed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     looks: list[str] = []
-    monkeypatch.setattr("stages.weights.patience.read_status", lambda run, name: looks.append(name))
+
+    def read(run: RunDir, names: Sequence[str]) -> dict[str, InstanceStatus]:
+        looks.extend(names)
+        return {}
+
+    monkeypatch.setattr("stages.weights.patience.read_statuses", read)
     watch = patience(run, clock)
     for _ in range(1000):
-        watch.check([NAME])
+        judge(watch, [NAME])
         clock.now_s += 0.01
 
     assert len(looks) <= 11

@@ -13,13 +13,14 @@ from stages.context import StageContext, StoppedError
 from stages.desired import write_desired
 from stages.members import write_given_up
 from stages.rundir import RunDir
+from stages.weights import refresh
 from stages.weights.apply import write_loaded, write_nack, write_prepared
 from stages.weights.errors import WeightRefreshError
 from stages.weights.manifest import Manifest
 from stages.weights.records import Loaded, Nack, Prepared
 from stages.weights.refresh import request_refresh
 from tests.fake_runs import fake_config, fake_plan
-from tests.weights_kit import INSTANCES, Answers, as_writer, make_context, publish_full, register
+from tests.weights_kit import INSTANCES, Answers, Refuser, as_writer, make_context, publish_full, register
 
 
 @pytest.fixture
@@ -30,6 +31,11 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.fixture
 def manifest(run: RunDir) -> Manifest:
     return publish_full(run, 3)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refresh, "RETRY_PAUSES_S", (0.01, 0.01))
 
 
 @pytest.fixture
@@ -137,20 +143,18 @@ def test_loaded_without_prepared_is_no_ack(run: RunDir, context: StageContext, a
         request_refresh(context, answers.manifest, INSTANCES, publish_s=0.0)
 
 
-def test_a_refusal_ends_the_wait_and_names_instance_tensor_and_error(
-    run: RunDir, context: StageContext, answers: Answers
-) -> None:
+def test_refusals_end_the_wait_and_name_instance_tensor_and_error(context: StageContext, answers: Answers) -> None:
     context.config.weights.refresh_timeout_s = 10
-    nack = Nack("rollout_001", 3, answers.manifest.digest, "prepare", "digest differs", 2, "model.embed")
-    write_nack(as_writer(run, "rollout_001"), nack)
+    refuser = Refuser(answers, "rollout_001")
 
     with pytest.raises(WeightRefreshError) as caught:
-        request_refresh(context, answers.manifest, INSTANCES, publish_s=0.0)
+        request_refresh(context, answers.manifest, INSTANCES, publish_s=0.0, check=refuser)
 
     message = str(caught.value)
     assert "rollout_001" in message
     assert "rollout_000" not in message
     assert "tensor model.embed: digest differs (it serves version 2)" in message
+    assert refuser.told == [0, 1, 2]
 
 
 def test_answers_of_an_older_attempt_do_not_count(run: RunDir, answers: Answers) -> None:
@@ -353,11 +357,9 @@ def test_a_refusal_of_an_instance_that_goes_on_ends_the_wait_also_where_instance
     supervised(run)
     context.config.weights.refresh_timeout_s = 10
     answers.write("rollout_000")
-    nack = Nack("rollout_001", 3, answers.manifest.digest, "prepare", "digest differs", 2, "model.embed")
-    write_nack(as_writer(run, "rollout_001"), nack)
 
     with pytest.raises(WeightRefreshError, match="digest differs"):
-        request_refresh(context, answers.manifest, INSTANCES, publish_s=0.0)
+        request_refresh(context, answers.manifest, INSTANCES, publish_s=0.0, check=Refuser(answers, "rollout_001"))
 
 
 def test_an_instance_that_was_given_up_meanwhile_is_not_waited_for(
