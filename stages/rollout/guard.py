@@ -19,11 +19,12 @@ import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stages.rollout.errors import NotServingError, ReloadRefusedError, TooLargeError
+from stages.rollout.errors import NotServingError, OutsideWeightsError, ReloadRefusedError, TooLargeError
 from stages.rollout.orders import Order
 from stages.rollout.reload import Reloads
 from stages.rollout.settings import ServerSettings, read_token_digest
 from stages.rollout.versions import Segment
+from stages.rundir import OutsideRunError
 from traces.recorder import Recorder
 
 MAX_ORDER_BYTES = 64 << 10
@@ -191,9 +192,11 @@ async def _own_endpoint(reloads: Reloads, scope: Scope, receive: Receive, send: 
         except ReloadRefusedError as refusal:
             facts = {"error": str(refusal), "kind": refusal.kind, "tensor": refusal.tensor}
             await _answer(send, refusal.status, facts | reloads.state())
-        except (
-            OSError
-        ) as problem:  # of the filesystem, while a version was looked at or read: the order may be given again
+        except OutsideRunError as outside:  # a link among the files of the version, found when they were opened
+            facts = {"error": str(outside), "kind": OutsideWeightsError.kind, "tensor": ""}
+            await _answer(send, OutsideWeightsError.status, facts | reloads.state())
+        except OSError as problem:
+            # Of the filesystem, while the version was looked at or read: the order may be given again.
             facts = {"error": f"{type(problem).__name__}: {problem}", "kind": "io_error", "tensor": ""}
             await _answer(send, 500, facts | reloads.state())
     else:
