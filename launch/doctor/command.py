@@ -31,6 +31,8 @@ overrides are those of `python -m launch`: slurm.account=mylab slurm.qos=normal 
   python -m launch.doctor --quick                        what can be learnt in seconds
   python -m launch.doctor --partition gpu --run-root /shared/me/runs slurm.account=mylab
   python -m launch --config-dir libra_site cluster=site +experiment=...      use the profile that it wrote
+
+Exit code 0 without problems, 1 with some, 2 for wrong use, 130 after Ctrl-C.
 """
 
 

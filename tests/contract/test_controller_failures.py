@@ -273,7 +273,7 @@ def test_a_run_whose_weights_are_never_served_says_so(tmp_path: Path) -> None:
     with serving(played.servers), played.context() as context:
         with pytest.raises(WaitTimeoutError, match=r"v000000.json .*from the trainer") as caught:
             stage.run(context)
-    assert "rollout_000 (ready)" in caught.value.__notes__[0]
+    assert "rollout_000 (ready; at version -1 while the run is at 0)" in caught.value.__notes__[0]
 
 
 def test_a_stop_request_in_the_middle_ends_the_stage_within_its_grace(tmp_path: Path) -> None:

@@ -32,8 +32,9 @@ def play_until(played: Scene, step: int, **options: Any) -> dict[str, Any] | Non
             if reached < step:
                 return
             # Everything that may run ahead has come to rest, so that all plays of the test are the same.
+            ahead = min(reached + context.config.max_head_offpolicyness, context.config.total_steps - 1)
             until(lambda: num_reported(played) == reached - played.trainer.start)
-            until(lambda: not in_flight(played))
+            until(lambda: ahead in played.run.published_batches() and not in_flight(played))
             if stop is None:
                 context.stop.set()
             else:

@@ -37,6 +37,7 @@ ERRORS: list[Exception] = [
     weights_errors.DigestMismatchError("embed", "model.safetensors", "a", "b"),
     weights_errors.WeightRefreshError(3, ("rollout_000", "rollout_001"), "silent"),
     weights_errors.InstanceSilentError("rollout_000", 61.5, "serving"),
+    weights_errors.InstanceLateError("rollout_000", 61.5),
     checkpoint_errors.SaveError("it failed"),
     checkpoint_errors.NoCheckpointSpaceError("/run/checkpoints", 10, 5),
     checkpoint_errors.LoadError("it failed"),
