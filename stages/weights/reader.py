@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
+import xxhash
 
 from stages.files import list_names, wait_for
 from stages.rundir import RunDir
+from stages.weights.boxes import runs
 from stages.weights.errors import (
     DigestMismatchError,
     ManifestMismatchError,
@@ -20,13 +23,13 @@ from stages.weights.errors import (
     VersionNotPublishedError,
     WeightsError,
 )
-from stages.weights.manifest import FileEntry, Manifest, TensorEntry, xxh3_128
+from stages.weights.manifest import DTYPE_BYTES, FileEntry, Manifest, Part, TensorEntry, xxh3_128
 from stages.weights.parallel import map_threads, thread_count
 from stages.weights.tensors import bytes_of, empty_tensor
 
 _READ_BYTES = 64 << 20
-
-Result = TypeVar("Result")
+_CHUNK_BYTES = 4 << 20
+"""Read, then hashed: small enough for a processor's cache, large enough that the interpreter's lock is seldom taken."""
 
 
 def load_manifest(run: RunDir, version: int, expected_digest: str | None = None) -> Manifest:
@@ -72,30 +75,41 @@ def wait_for_manifest(
 
 
 def read_verified(
-    run: RunDir, manifest: Manifest, names: Iterable[str] | None = None, *, threads: int = 0
+    run: RunDir,
+    manifest: Manifest,
+    names: Iterable[str] | None = None,
+    *,
+    threads: int = 0,
+    into: Mapping[str, torch.Tensor] | None = None,
+    done: Callable[[str], None] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Tensors of a version on the CPU, in the published number format, each byte read once and verified.
 
     `names` restricts the tensors (and the files that are looked at); `threads` 0 takes this process's processors.
+    `into` holds contiguous CPU tensors to read into, of the published format and shape; others are allocated. `done` is
+    called with the name of each tensor as soon as it is read and verified, by the thread that read its last piece.
     File lengths are compared first, then the digests of small files and headers, then tensors.
-    Raises SizeMismatchError, DigestMismatchError, KeyError for an unknown name.
+    Raises SizeMismatchError, DigestMismatchError, KeyError for an unknown name; `into` may then hold anything.
     """
     wanted = manifest.tensors if names is None else {name: manifest.tensors[name] for name in names}
+    given = into or {}
+    tensors = {
+        name: given[name] if name in given else empty_tensor(entry.dtype, entry.shape) for name, entry in wanted.items()
+    }
+    remaining = _Remaining(wanted, done)
 
-    def read(item: tuple[str, TensorEntry], fds: Mapping[str, int]) -> tuple[str, torch.Tensor]:
-        return item[0], _read_tensor(fds[item[1].file], *item)
+    def read(piece: _Piece, fds: Mapping[str, int]) -> None:
+        _read_piece(fds[piece.entry.file], piece, tensors[piece.name])
+        remaining.finish(piece.name)
 
     only = None if names is None else {entry.file for entry in wanted.values()}
-    return dict(_for_tensors(run, manifest, wanted, only, threads, read))
+    _for_pieces(run, manifest, wanted, only, threads, read)
+    return tensors
 
 
 def verify(run: RunDir, manifest: Manifest, *, threads: int = 0) -> None:
     """The checks of `read_verified` on all files, keeping nothing in memory; raises for the first fault found."""
-
-    def read(item: tuple[str, TensorEntry], fds: Mapping[str, int]) -> None:
-        _read_tensor(fds[item[1].file], *item)
-
-    _for_tensors(run, manifest, manifest.tensors, None, threads, read)
+    _for_pieces(run, manifest, manifest.tensors, None, threads, lambda piece, fds: _verify_piece(fds, piece))
 
 
 def faults(run: RunDir, manifest: Manifest) -> list[WeightsError]:
@@ -119,27 +133,65 @@ def _file_faults(fd: int, file: str, manifest: Manifest) -> Iterator[WeightsErro
     for name, entry in manifest.tensors.items():
         if entry.file == file:
             try:
-                _read_tensor(fd, name, entry)
+                for piece in _pieces(name, entry):
+                    _verify_piece({file: fd}, piece)
             except WeightsError as problem:
                 yield problem
 
 
-def _for_tensors(
+@dataclass(frozen=True)
+class _Piece:
+    """Parts of one tensor that are read by one thread: bytes [first, first + length) of the tensor."""
+
+    name: str
+    entry: TensorEntry
+    parts: tuple[Part, ...]
+    first: int
+    length: int
+
+
+def _pieces(name: str, entry: TensorEntry) -> list[_Piece]:
+    """One for each part when all are runs of whole rows, so that a large tensor has several readers; else one."""
+    if all(part.shape[1:] == entry.shape[1:] for part in entry.parts):
+        width = DTYPE_BYTES[entry.dtype]
+        found = [(part, *runs(part.box, entry.shape, width)[:2]) for part in entry.parts]
+        return [_Piece(name, entry, (part,), first, length) for part, first, length in found]
+    return [_Piece(name, entry, entry.parts, 0, entry.bytes)]
+
+
+class _Remaining:
+    """Counts the pieces that are left of each tensor and tells when there are none."""
+
+    def __init__(self, tensors: Mapping[str, TensorEntry], done: Callable[[str], None] | None) -> None:
+        self._left = {name: len(_pieces(name, entry)) for name, entry in tensors.items()}
+        self._done = done
+        self._lock = threading.Lock()
+
+    def finish(self, name: str) -> None:
+        with self._lock:
+            self._left[name] -= 1
+            is_last = self._left[name] == 0
+        if is_last and self._done is not None:
+            self._done(name)
+
+
+def _for_pieces(
     run: RunDir,
     manifest: Manifest,
     tensors: Mapping[str, TensorEntry],
     only_files: set[str] | None,
     threads: int,
-    read: Callable[[tuple[str, TensorEntry], Mapping[str, int]], Result],
-) -> list[Result]:
-    """Open and check the files, then `read` every tensor in the order of the bytes on disk."""
+    read: Callable[[_Piece, Mapping[str, int]], None],
+) -> None:
+    """Open and check the files, then `read` every piece in the order of the bytes on disk."""
     files = {name: entry for name, entry in manifest.files.items() if only_files is None or name in only_files}
     items = sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset))
+    pieces = [piece for name, entry in items for piece in _pieces(name, entry)]
     num_threads = thread_count(threads, sum(entry.bytes for entry in tensors.values()))
     with _opened(run, run.weights_version(manifest.version), files) as fds:
         for name, entry in files.items():
             _check_prefix(fds[name], name, entry)
-        return map_threads(lambda item: read(item, fds), items, num_threads)
+        map_threads(lambda piece: read(piece, fds), pieces, num_threads)
 
 
 @contextmanager
@@ -174,15 +226,54 @@ def _check_prefix(fd: int, name: str, entry: FileEntry) -> None:
         raise DigestMismatchError("", name, entry.xxh3_128, found)
 
 
-def _read_tensor(fd: int, name: str, entry: TensorEntry) -> torch.Tensor:
-    tensor = empty_tensor(entry.dtype, entry.shape)
-    _read_into(fd, bytes_of(tensor).data, entry.offset, entry.file, entry.offset + entry.bytes)
-    for part in entry.parts:
-        # A slice along a later dimension is not contiguous; hashing it costs a copy of that slice.
-        found = xxh3_128(bytes_of(tensor[part.box.slices()].contiguous()))
-        if found != part.xxh3_128:
-            raise DigestMismatchError(name, entry.file, part.xxh3_128, found)
-    return tensor
+def _read_piece(fd: int, piece: _Piece, tensor: torch.Tensor) -> None:
+    """Read the piece to its place in `tensor`, which is the whole one."""
+    entry, (part, *others) = piece.entry, piece.parts
+    memory = bytes_of(tensor).data
+    if others:
+        _read_into(fd, memory, entry.offset, entry.file, entry.offset + entry.bytes)
+        for each in piece.parts:
+            _compare(piece, each, _digest_of_slice(tensor[each.box.slices()]))
+        return
+    hasher = xxhash.xxh3_128()
+    view = memory[piece.first : piece.first + piece.length]
+    for begin in range(0, piece.length, _CHUNK_BYTES):
+        chunk = view[begin : begin + _CHUNK_BYTES]
+        offset = entry.offset + piece.first + begin
+        _read_into(fd, chunk, offset, entry.file, entry.offset + entry.bytes)
+        hasher.update(chunk)  # while the chunk is still in the processor's cache
+    _compare(piece, part, hasher.hexdigest())
+
+
+def _verify_piece(fds: Mapping[str, int], piece: _Piece) -> None:
+    """`_read_piece` into one chunk of memory where the bytes follow each other, else into a tensor of its own."""
+    entry, (part, *others) = piece.entry, piece.parts
+    fd = fds[entry.file]
+    if others:
+        _read_piece(fd, piece, empty_tensor(entry.dtype, entry.shape))
+        return
+    hasher = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(piece.length, _CHUNK_BYTES)))
+    for begin in range(0, piece.length, _CHUNK_BYTES):
+        chunk = buffer[: min(_CHUNK_BYTES, piece.length - begin)]
+        offset = entry.offset + piece.first + begin
+        _read_into(fd, chunk, offset, entry.file, entry.offset + entry.bytes)
+        hasher.update(chunk)
+    _compare(piece, part, hasher.hexdigest())
+
+
+def _digest_of_slice(tensor: torch.Tensor) -> str:
+    """Of the elements in row-major order; a few rows are made contiguous at a time, not a copy of all of it."""
+    hasher = xxhash.xxh3_128()
+    rows = max(1, _CHUNK_BYTES * len(tensor) // max(1, tensor.numel() * tensor.element_size()))
+    for block in tensor.split(rows) if tensor.numel() else ():
+        hasher.update(bytes_of(block.contiguous()).data)
+    return hasher.hexdigest()
+
+
+def _compare(piece: _Piece, part: Part, found: str) -> None:
+    if found != part.xxh3_128:
+        raise DigestMismatchError(piece.name, piece.entry.file, part.xxh3_128, found)
 
 
 def _read_into(fd: int, view: memoryview, offset: int, file: str, wanted_bytes: int) -> None:
