@@ -1,7 +1,10 @@
-"""The server with two faults of real engines that can be switched on while it runs, to show that the proof catches them.
+"""The server with faults of real engines that can be switched on while it runs, to show that the proof catches them.
 
-A fault is on while a file of its name exists in the folder FAULTS. `forgotten_repack`: a head tied to the embedding
-keeps multiplying with its old packed weight. `forgotten_reset`: the prefix cache survives the swap.
+A fault is on while a file of its name exists in the folder FAULTS:
+- `forgotten_repack`: a head tied to the embedding keeps multiplying with its old packed weight;
+- `forgotten_reset`: the prefix cache survives the swap;
+- `skipped_tensor`, `skipped_slice`: one copy, or the second half of one, is not carried out;
+- `kept_version`: none is.
 """
 
 from __future__ import annotations
@@ -13,33 +16,53 @@ from typing import Any
 import torch
 from starlette.types import ASGIApp, Scope
 
-from stages.rollout import worker
+from stages.rollout import compat_model, worker
 from stages.rollout.compat import VllmEngine
+from stages.rollout.engine_weights import EngineWeights
 from stages.rollout.guard import GuardMiddleware
 from stages.rollout.reload import Reloads
 from stages.rollout.settings import ServerSettings
 from traces.recorder import Recorder
 
 FOLDER_VARIABLE = "FAULTS"
+SKIPPED = 7
+"""Index of the copy that is left out."""
 
 
 def is_on(fault: str) -> bool:
     return (Path(os.environ[FOLDER_VARIABLE]) / fault).exists()
 
 
-def _forget(model: torch.nn.Module) -> None:
-    """In place of the repacking: do nothing."""
+class FaultyWeights(EngineWeights):
+    def _copy_into(self, targets: list[torch.Tensor]) -> None:
+        before = [target.clone() for target in targets]
+        super()._copy_into(targets)
+        for index, (target, old) in enumerate(zip(targets, before, strict=True)):
+            if is_on("kept_version") or (is_on("skipped_tensor") and index == SKIPPED):
+                target.copy_(old)
+            elif is_on("skipped_slice") and index == SKIPPED:
+                half = len(target) // 2
+                target[half:].copy_(old[half:])
+
+    def _pack(self, version: Any) -> tuple[str, ...]:
+        pack = compat_model.pack
+
+        def pack_but_the_head(layer: Any) -> None:
+            if type(layer).__name__ != "ParallelLMHead":
+                pack(layer)
+
+        if is_on("forgotten_repack"):
+            compat_model.pack = pack_but_the_head
+        try:
+            return super()._pack(version)
+        finally:
+            compat_model.pack = pack
 
 
 class FaultyWorker(worker.WeightWorker):
-    def libra_swap(self, version: int, digest: str) -> dict[str, Any]:
-        repack = worker._repack_shared
-        if is_on("forgotten_repack"):
-            worker._repack_shared = _forget
-        try:
-            return super().libra_swap(version, digest)
-        finally:
-            worker._repack_shared = repack
+    def libra_start(self, run_id: str, start_folder: str, weights_dtype: str) -> dict[str, Any]:
+        worker.EngineWeights = FaultyWeights  # type: ignore[misc]
+        return super().libra_start(run_id, start_folder, weights_dtype)
 
 
 class FaultyEngine(VllmEngine):

@@ -46,6 +46,7 @@ class FakeEngine:
     cached_tokens: int = 0
     read_error: tuple[str, str] = ("", "")
     swap_error: str = ""
+    swap_fault: str = ""
     reading: asyncio.Event | None = None
     proving: asyncio.Event | None = None
     moments: float = 0.0
@@ -58,7 +59,7 @@ class FakeEngine:
             return [{"done": done, "error": error, "tensor": tensor}]
         if method == "libra_swap" and self.swap_error:
             raise RuntimeError(self.swap_error)
-        return [{}]
+        return [{"fault": self.swap_fault, "tensor": "model.embed" if self.swap_fault else ""}]
 
     async def pause(self) -> float:
         self.log.append("pause")

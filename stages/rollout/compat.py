@@ -82,6 +82,16 @@ async def running_engine(config: Any, args: Namespace) -> AsyncIterator[Any]:
         engine.shutdown()
 
 
+async def start_workers(engine: Any, run_id: str, start_folder: str, weights_dtype: str) -> None:
+    """Let every worker find out how versions get into its engine; says what is slower than it could be."""
+    reports = await engine.collective_rpc("libra_start", args=(run_id, start_folder, weights_dtype))
+    for rank, report in enumerate(reports):
+        if report["why_reload"]:
+            print(f"worker {rank}: new weights go through vLLM's own reload: {report['why_reload']}", flush=True)
+        if report["why_private"]:
+            print(f"worker {rank}: new weights are staged in memory of its own: {report['why_private']}", flush=True)
+
+
 def _usage_context() -> Any:
     return importlib.import_module("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER
 

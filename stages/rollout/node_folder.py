@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -13,24 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stages.files import WaitTimeoutError
-from stages.rollout.errors import RolloutError
+from stages.rollout.memory_folder import leave_memory_folder, own_folder
 
 _MAX_SOCKET_FOLDER_LENGTH = 50  # a Unix socket's path has at most 107 characters; vLLM appends up to 37, we up to 20
 _LOCK_POLL_S = 0.02
 
 
-class ForeignFolderError(RolloutError):
-    """The folder exists and belongs to somebody else."""
-
-
 def node_folder(run_id: str) -> Path:
     """The run's own folder on this node, mode 0700, made when missing. Raises ForeignFolderError."""
-    folder = _place(run_id)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise ForeignFolderError(f"{folder} is not a folder of user {os.geteuid()} with mode 0700")
-    return folder
+    return own_folder(_place(run_id))
 
 
 def _place(run_id: str) -> Path:
@@ -46,7 +36,8 @@ def remove_node_folder(run_id: str) -> None:
 
 
 def leave_node_folder(run_id: str) -> None:
-    """Remove the run's folder when nothing of any instance is in it any more; for the end of an instance."""
+    """Remove the run's folders when nothing of any instance is in them any more; for the end of an instance."""
+    leave_memory_folder(run_id)
     try:
         node_folder(run_id).rmdir()
     except OSError:

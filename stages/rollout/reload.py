@@ -143,15 +143,18 @@ class Reloads:
             if order.version != self._settings.start_version or self.proved is not None:
                 raise NotPreparedError(f"this process was not started from version {order.version}, or has proved it")
             manifest = await asyncio.to_thread(self._fitting_manifest, order)
+            await self._read_into_workers(order)
             self.gate.hold()
             started_s = time.monotonic()
             try:
+                reports = await self._engine.call("libra_check", manifest.version, manifest.digest)
+                _check_arrival(reports)
                 proof = await self._proof(await self._queue_proof(manifest, check_cache=False), manifest, order)
             except Exception as error:
                 self.gate.shut(f"the proof of version {order.version} failed: {error}")
                 raise
             self._accept(manifest)
-            return {"proof": proof, "prove_s": time.monotonic() - started_s}
+            return {"proof": proof, "prove_s": time.monotonic() - started_s, "workers": reports}
 
     # ---- checks --------------------------------------------------------------------------------------------------
 
@@ -205,7 +208,14 @@ class Reloads:
         deadline_s = time.monotonic() + order.deadline_s
         run = self._run
         await self._engine.call(
-            "libra_prepare", str(run.root), run.run_id, run.attempt, run.writer, order.version, order.digest
+            "libra_prepare",
+            str(run.root),
+            run.run_id,
+            run.attempt,
+            run.writer,
+            order.version,
+            order.digest,
+            order.deadline_s,
         )
         pause_s = _POLL_FIRST_S
         while True:
@@ -249,6 +259,7 @@ class Reloads:
                 paused_s = await engine.pause()
             with span("swap_weights"):
                 reports = await engine.call("libra_swap", manifest.version, manifest.digest)
+            _check_arrival(reports)
             swapped_s = time.monotonic()
             with span("reset_prefix_cache"):
                 await engine.reset_caches()
@@ -318,6 +329,13 @@ def _largest_difference(found: list[float], wanted: tuple[float, ...]) -> float:
         return float("inf")
     differences = [abs(one - other) for one, other in zip(found, wanted, strict=True)]
     return float("nan") if any(value != value for value in differences) else max(differences)
+
+
+def _check_arrival(reports: list[dict[str, Any]]) -> None:
+    """Raises ProofFailedError when a worker's tensors are not those that were staged."""
+    for report in reports:
+        if report["fault"]:
+            raise ProofFailedError(report["fault"], tensor=report["tensor"])
 
 
 def _verified(run: RunDir, manifest: Manifest) -> None:

@@ -40,10 +40,10 @@ def main(arguments: list[str]) -> None:
     args = compat.parse_arguments(arguments)
     listening = socket.socket(fileno=settings.listen_fd)
     os.register_at_fork(after_in_child=listening.close)
-    compat.run(serve(args, listening, fork=fork))
+    compat.run(serve(args, listening, settings, fork=fork))
 
 
-async def serve(args: Namespace, listening: socket.socket, *, fork: bool) -> None:
+async def serve(args: Namespace, listening: socket.socket, settings: ServerSettings, *, fork: bool) -> None:
     from stages.rollout import compat
 
     address = "http://{}:{}".format(*listening.getsockname()[:2])
@@ -51,6 +51,7 @@ async def serve(args: Namespace, listening: socket.socket, *, fork: bool) -> Non
     gc.freeze()
     gc.enable()
     async with compat.running_engine(config, args) as engine:
+        await compat.start_workers(engine, settings.run_id, settings.start_folder, settings.weights_dtype)
         stopped = await compat.build_and_serve(engine, address, listening, args)
     try:
         await stopped

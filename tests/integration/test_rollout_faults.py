@@ -119,7 +119,14 @@ def test_a_tied_model_is_exact_after_a_reload_in_place(faulty: Faulty) -> None:
 
 
 @pytest.mark.parametrize(
-    "version, fault, symptom", [(3, "forgotten_repack", "differs by"), (5, "forgotten_reset", "prefix cache")]
+    "version, fault, symptom",
+    [
+        (3, "forgotten_repack", "multiplies with other weights"),
+        (5, "forgotten_reset", "prefix cache"),
+        (7, "skipped_tensor", "does not hold model.layers"),
+        (9, "skipped_slice", "does not hold model.layers"),
+        (11, "kept_version", "does not hold model.embed_tokens.weight"),
+    ],
 )
 def test_the_proof_catches_a_silent_fault_of_the_engine(faulty: Faulty, version: int, fault: str, symptom: str) -> None:
     answer = faulty.refresh(version, fault)

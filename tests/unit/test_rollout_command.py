@@ -15,7 +15,8 @@ from stages.rollout import address, node_folder
 from stages.rollout.address import LOOPBACK, NoAddressError, bound_socket, listen_address, node_address
 from stages.rollout.command import ServerCommand, checked_extra_arguments, server_command, threads_per_worker
 from stages.rollout.errors import RolloutOptionError
-from stages.rollout.node_folder import ForeignFolderError, node_lock
+from stages.rollout.memory_folder import ForeignFolderError
+from stages.rollout.node_folder import node_lock
 from stages.rollout.settings import ServerSettings
 
 TOKEN = "s3cret-token-of-the-run"

@@ -1,0 +1,198 @@
+"""A version of the weights in the memory of a node, read and verified once for all workers of all instances there.
+
+Two files in /dev/shm: the bytes, used for one version after the other, and a lock whose content says which version
+they are. Whoever finds another version there than it wants takes the lock for itself, removes the name, reads, and writes
+the name last, so that a reader that dies leaves bytes without a name. Whoever needs the bytes shares the lock
+until they are in its engine; the kernel releases the lock of a process that dies.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import math
+import mmap
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from stages.files import WaitTimeoutError
+from stages.rollout.errors import RolloutError
+from stages.rollout.memory_folder import ForeignFolderError, joined_memory_folder
+from stages.rollout.signature import Signature
+from stages.weights.manifest import DTYPE_BYTES, canonical, xxh3_128
+from stages.weights.tensors import TORCH_DTYPES
+
+_ALIGNMENT_BYTES = 256
+_LOCK_POLL_S = 0.005
+_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable
+
+
+class NoSharedMemoryError(RolloutError):
+    """The node's memory cannot be shared; the message says why. Private memory does the same, once per worker."""
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """Where each tensor lies; `offsets` and `num_bytes` in bytes. The same for all versions of a run."""
+
+    signature: Signature
+    offsets: dict[str, int]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, signature: Signature) -> SegmentLayout:
+        offsets, end = {}, 0
+        for name, (dtype, shape) in sorted(signature.items()):
+            offsets[name] = end
+            end += -(-math.prod(shape) * DTYPE_BYTES[dtype] // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return cls(signature, offsets, end)
+
+    @property
+    def digest(self) -> str:
+        return xxh3_128(canonical([[name, *entry] for name, entry in sorted(self.signature.items())]))
+
+    def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors in `memory` (uint8[num_bytes])."""
+        found = {}
+        for name, offset in self.offsets.items():
+            dtype, shape = self.signature[name]
+            length = math.prod(shape) * DTYPE_BYTES[dtype]
+            found[name] = memory[offset : offset + length].view(TORCH_DTYPES[dtype]).view(shape)
+        return found
+
+
+class Staging:
+    """One for each worker process. `memory` is uint8[layout.num_bytes]; `why_private` is empty when the node shares it."""
+
+    def __init__(self, run_id: str, layout: SegmentLayout, *, for_cuda: bool) -> None:
+        self._segment: _Segment | None = None
+        self._content = ""
+        self.why_private = ""
+        try:
+            self._segment = _Segment(run_id, layout)
+            self.memory = self._segment.memory
+            if for_cuda:
+                _register(self.memory)
+        except NoSharedMemoryError as problem:
+            self._segment, self.why_private = None, str(problem)
+            self.memory = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=for_cuda)
+        self.tensors = layout.views(self.memory)
+
+    def hold(self, content: str, fill: Callable[[], None], *, deadline_s: float, check: Callable[[], None]) -> bool:
+        """Return when the memory holds `content`, filled by this process (True) or another; it stays so until `release`.
+
+        `fill` reads and verifies, and raises to leave the memory without content; `check` runs while waiting and raises
+        to give up. Raises WaitTimeoutError when another process keeps an older version for longer than `deadline_s`.
+        """
+        if self._segment is not None:
+            return self._segment.hold(content, fill, deadline_s=deadline_s, check=check)
+        is_new = self._content != content
+        if is_new:
+            self._content = ""
+            fill()
+            self._content = content
+        return is_new
+
+    def release(self) -> None:
+        """Let other processes replace the content. Harmless when nothing is held."""
+        if self._segment is not None:
+            self._segment.release()
+
+
+class _Segment:
+    """The two files. The descriptor of the lock belongs to this object alone, so its flock is this process's."""
+
+    def __init__(self, run_id: str, layout: SegmentLayout) -> None:
+        try:
+            folder = joined_memory_folder(run_id).path
+            name = f"weights-{layout.digest[:16]}"
+            self._lock = _open(folder / f"{name}.lock")
+            self.memory = self._map(folder / name, layout.num_bytes)
+        except (OSError, ForeignFolderError) as problem:
+            raise NoSharedMemoryError(f"memory of the node cannot be shared: {problem}") from problem
+
+    def _map(self, path: Path, num_bytes: int) -> torch.Tensor:
+        fd = _open(path)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            if os.fstat(fd).st_size != num_bytes:
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                self._allocate(fd, path, num_bytes)
+            mapped = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            os.close(fd)
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def _allocate(self, fd: int, path: Path, num_bytes: int) -> None:
+        """All pages now: a full filesystem is an error here, and would be a SIGBUS later."""
+        if os.fstat(fd).st_size == num_bytes:
+            return  # another process was faster
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+        except OSError as problem:
+            os.ftruncate(fd, 0)
+            if problem.errno != errno.ENOSPC:
+                raise
+            stats = os.fstatvfs(fd)
+            raise NoSharedMemoryError(
+                f"{path.parent} has no room for a version of the weights: wanted {num_bytes:,} bytes, "
+                f"available {stats.f_bavail * stats.f_frsize:,}"
+            ) from problem
+
+    def hold(self, content: str, fill: Callable[[], None], *, deadline_s: float, check: Callable[[], None]) -> bool:
+        started_s, was_filled = time.monotonic(), False
+        while True:
+            if self._try(fcntl.LOCK_SH):
+                if self._content() == content:
+                    return was_filled
+                self.release()  # two sharers that both wait for the other's end would wait for ever
+            if self._try(fcntl.LOCK_EX):
+                if self._content() != content:
+                    self._fill(content, fill)
+                    was_filled = True
+                continue  # turning this lock into a shared one lets others in between: look again
+            check()
+            waited_s = time.monotonic() - started_s
+            if waited_s > deadline_s:
+                raise WaitTimeoutError("the node's staged weights", "an instance that holds another version", waited_s)
+            time.sleep(_LOCK_POLL_S)
+
+    def _fill(self, content: str, fill: Callable[[], None]) -> None:
+        os.ftruncate(self._lock, 0)
+        try:
+            fill()
+            os.pwrite(self._lock, content.encode(), 0)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _content(self) -> str:
+        return os.pread(self._lock, 256, 0).decode()
+
+    def _try(self, kind: int) -> bool:
+        try:
+            fcntl.flock(self._lock, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _register(memory: torch.Tensor) -> None:
+    """Pin the pages for this process, so that copies to the GPU are direct. Raises NoSharedMemoryError."""
+    runtime = torch.cuda.cudart()
+    result = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), _HOST_REGISTER_PORTABLE))
+    if result != 0:
+        raise NoSharedMemoryError(f"cudaHostRegister of {memory.numel():,} shared bytes gave CUDA error {result}")
