@@ -61,7 +61,7 @@ class FaultyWeights(EngineWeights):
 
 class FaultyWorker(worker.WeightWorker):
     def libra_start(self, run_id: str, start_folder: str, weights_dtype: str) -> dict[str, Any]:
-        worker.EngineWeights = FaultyWeights  # type: ignore[misc]
+        vars(worker)["EngineWeights"] = FaultyWeights
         return super().libra_start(run_id, start_folder, weights_dtype)
 
 

@@ -26,7 +26,7 @@ def why_not_copied(model: torch.nn.Module) -> str:
     Empty when there is none. Copies that the CPU backend packs for its products are no obstacle: see `packed_layers`.
     """
     for name, layer in model.named_modules():
-        method = layer.__dict__.get("quant_method")
+        method = getattr(layer, "quant_method", None)
         if method is not None and type(method).__name__ not in _PLAIN_METHODS:
             return f"{name} ({type(layer).__name__}) is loaded by {type(method).__name__}"
         if callable(getattr(layer, _AFTER_LOADING, None)) and type(layer).__name__ not in _PLAIN_LAYERS:

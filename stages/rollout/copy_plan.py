@@ -148,7 +148,9 @@ def _check(recorder: _Recorder, tensors: Mapping[str, torch.Tensor], parameters:
         end = 0
         for offset, length in sorted(pieces[name]):
             if offset != end:
-                raise PlanError(f"{name}: element {min(offset, end)} is loaded {'never' if offset > end else 'twice'}")
+                raise PlanError(
+                    f"{name}: element {min(offset, end)} is {'never loaded' if offset > end else 'loaded twice'}"
+                )
             end += length
         if end != parameter.numel():
             raise PlanError(f"{name}: {parameter.numel() - end:,} of {parameter.numel():,} elements are never loaded")

@@ -173,6 +173,8 @@ class EngineWeights:
         if self.why_reload:
             compat_model.reload(self._runner, self.staging.tensors, on_cpu=self._device.type == "cpu")
             return self._report(version, started_s, "reload")
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # whatever the engine queued last may still read the old weights
         with compat_model.unpacked(self._packed):
             targets = version.targets or self._targets()
             self._copy_into(targets)

@@ -119,20 +119,17 @@ class _Segment:
     def _map(self, path: Path, num_bytes: int) -> torch.Tensor:
         fd = _open(path)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            fcntl.flock(fd, fcntl.LOCK_EX)  # of the bytes' file: only to make it, which whoever comes first does
             if os.fstat(fd).st_size != num_bytes:
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
                 self._allocate(fd, path, num_bytes)
             mapped = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         finally:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            fcntl.flock(fd, fcntl.LOCK_UN)  # mmap keeps a duplicate of the descriptor, and so the lock
             os.close(fd)
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
     def _allocate(self, fd: int, path: Path, num_bytes: int) -> None:
         """All pages now: a full filesystem is an error here, and would be a SIGBUS later."""
-        if os.fstat(fd).st_size == num_bytes:
-            return  # another process was faster
         try:
             os.posix_fallocate(fd, 0, num_bytes)
         except OSError as problem:
@@ -192,7 +189,8 @@ def _open(path: Path) -> int:
 
 def _register(memory: torch.Tensor) -> None:
     """Pin the pages for this process, so that copies to the GPU are direct. Raises NoSharedMemoryError."""
-    runtime = torch.cuda.cudart()
-    result = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), _HOST_REGISTER_PORTABLE))
-    if result != 0:
-        raise NoSharedMemoryError(f"cudaHostRegister of {memory.numel():,} shared bytes gave CUDA error {result}")
+    result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _HOST_REGISTER_PORTABLE)
+    try:
+        torch.cuda.check_error(result)
+    except torch.cuda.CudaError as problem:
+        raise NoSharedMemoryError(f"cudaHostRegister of {memory.numel():,} shared bytes: {problem}") from problem

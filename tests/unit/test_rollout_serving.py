@@ -84,6 +84,7 @@ def test_answers_wait_until_the_new_version_is_proved(run: RunDir, v0: Manifest)
         ({"logprobs": [PROBE.logprobs[0]]}, "proof_failed"),
         ({"cached_tokens": 128}, "proof_failed"),
         ({"swap_error": "half way"}, "swap_failed"),
+        ({"swap_fault": "embed in the engine does not hold model.embed"}, "proof_failed"),
     ],
 )
 def test_weights_that_are_not_proved_are_never_served(
@@ -171,6 +172,17 @@ def test_a_server_started_from_a_version_that_it_cannot_prove_serves_nothing(run
         guarded = guard(run, start_version=0)
         guarded.engine.logprobs = [-9.0, -9.0]
         assert (await guarded.give("prove", guarded.order(v0))).status_code == 500
+        assert (await guarded.generate()).status_code == 503
+
+    in_loop(body)
+
+
+def test_a_server_started_from_a_version_serves_nothing_when_its_tensors_are_others(run: RunDir, v0: Manifest) -> None:
+    async def body() -> None:
+        guarded = guard(run, start_version=0)
+        guarded.engine.swap_fault = "embed in the engine does not hold model.embed"
+        response = await guarded.give("prove", guarded.order(v0))
+        assert (response.status_code, response.json()["tensor"]) == (500, "model.embed")
         assert (await guarded.generate()).status_code == 503
 
     in_loop(body)

@@ -13,56 +13,47 @@ import torch
 from safetensors.torch import save_file
 
 from stages.files import wait_for
+from stages.rollout import memory_folder
 from stages.rollout.errors import UnfitWeightsError
 from stages.rollout.orphans import bind_spawned, environment_of
 from stages.rollout.settings import SERVER_ID_VARIABLE
 from stages.rollout.signature import model_signature
-from stages.rollout.worker import WeightWorker, _repack_shared
+from stages.rollout.worker import WeightWorker
 from stages.rundir import RunDir
 from stages.weights.manifest import Manifest
-from tests.weights_kit import publish_full, small_tensors
+from tests.engine_kit import DOWN, NORM, EngineModel, Runner, checkpoint, loaded, publish_version, start_folder
 
 
-class PackedLayer(torch.nn.Module):
-    """Multiplies with a copy of its weight that is made when it is processed, as vLLM's CPU layers do."""
-
-    def __init__(self, weight: torch.nn.Parameter, *, packs: bool) -> None:
-        super().__init__()
-        self.weight = weight
-        self.quant_method = self
-        if packs:
-            self.process_weights_after_loading(self)
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        self.cpu_linear = self.weight.detach().clone()
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(memory_folder, "_SHARED_MEMORY", tmp_path / "shm")
+    return RunDir.create(tmp_path / "run")
 
 
-class Runner:
-    def __init__(self) -> None:
-        self.loaded: dict[str, torch.Tensor] = {}
-        self.model = torch.nn.Module()
-
-    def reload_weights(self, weights_iterator: Any) -> None:
-        self.loaded = dict(weights_iterator)
-
-    def get_model(self) -> torch.nn.Module:
-        return self.model
-
-
-def worker() -> WeightWorker:
-    made = WeightWorker()
-    made.model_runner = Runner()
-    made.device = torch.device("cpu")
+@pytest.fixture
+def model() -> EngineModel:
+    made: EngineModel = loaded(EngineModel(), checkpoint(0))
     return made
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir.create(tmp_path / "run")
+def worker(run: RunDir, model: EngineModel, tmp_path: Path) -> WeightWorker:
+    return started(run, model, tmp_path)
 
 
-def prepare(made: WeightWorker, run: RunDir, manifest: Manifest) -> dict[str, Any]:
-    made.libra_prepare(str(run.root), run.run_id, run.attempt, "rollout_000", manifest.version, manifest.digest)
+def started(run: RunDir, model: EngineModel, folder: Path) -> WeightWorker:
+    made = WeightWorker()
+    made.model_runner = Runner(model)
+    made.device = torch.device("cpu")
+    start = start_folder(folder / "start", checkpoint(0))
+    assert made.libra_start(run.run_id, str(start), "float32")["why_reload"] == ""
+    return made
+
+
+def prepare(made: WeightWorker, run: RunDir, manifest: Manifest, keep_s: float = 20.0) -> dict[str, Any]:
+    order = str(run.root), run.run_id, run.attempt, "rollout_000", manifest.version, manifest.digest
+    made.libra_prepare(*order, keep_s)
     return wait_for(
         lambda: report if (report := made.libra_prepared())["done"] else None,
         deadline_s=20,
@@ -71,61 +62,82 @@ def prepare(made: WeightWorker, run: RunDir, manifest: Manifest) -> dict[str, An
     )
 
 
-def test_a_prepared_version_goes_into_the_model_once(run: RunDir) -> None:
-    made, manifest = worker(), publish_full(run, 1)
+def test_a_prepared_version_goes_into_the_model_once(run: RunDir, worker: WeightWorker, model: EngineModel) -> None:
+    manifest = publish_version(run, 1)
 
-    assert prepare(made, run, manifest) == {"done": True, "error": "", "tensor": ""}
-    assert made.libra_swap(1, manifest.digest)["tensors"] == len(manifest.tensors)
+    assert prepare(worker, run, manifest) == {"done": True, "error": "", "tensor": ""}
+    assert worker.libra_swap(1, manifest.digest)["tensors"] == len(manifest.tensors)
 
-    for name, tensor in small_tensors(1).items():
-        assert torch.equal(made.model_runner.loaded[name], tensor)
+    assert torch.equal(model.norm, checkpoint(1)[NORM])
     with pytest.raises(RuntimeError, match="not prepared"):
-        made.libra_swap(1, manifest.digest)
+        worker.libra_swap(1, manifest.digest)
 
 
-def test_a_flipped_byte_is_reported_with_its_tensor_and_cannot_be_swapped_in(run: RunDir) -> None:
-    made, manifest = worker(), publish_full(run, 1)
-    entry = manifest.tensors["model.layer.down"]
+def test_a_flipped_byte_is_reported_with_its_tensor_and_cannot_be_swapped_in(
+    run: RunDir, worker: WeightWorker, model: EngineModel
+) -> None:
+    manifest = publish_version(run, 1)
+    entry = manifest.tensors[DOWN]
     path = run.weights_version(1) / entry.file
     data = bytearray(path.read_bytes())
     data[entry.offset + 5] ^= 0x10
     path.write_bytes(data)
 
-    report = prepare(made, run, manifest)
+    report = prepare(worker, run, manifest)
 
-    assert report["tensor"] == "model.layer.down"
-    assert "model.layer.down" in report["error"]
+    assert report["tensor"] == DOWN
+    assert DOWN in report["error"]
     with pytest.raises(RuntimeError, match="not prepared"):
-        made.libra_swap(1, manifest.digest)
-    assert made.model_runner.loaded == {}
+        worker.libra_swap(1, manifest.digest)
+    assert torch.equal(model.norm, checkpoint(0)[NORM])
 
 
-def test_another_version_than_the_prepared_one_cannot_be_swapped_in(run: RunDir) -> None:
-    made, manifest = worker(), publish_full(run, 1)
-    prepare(made, run, manifest)
+def test_another_version_than_the_prepared_one_cannot_be_swapped_in(run: RunDir, worker: WeightWorker) -> None:
+    manifest = publish_version(run, 1)
+    prepare(worker, run, manifest)
 
     with pytest.raises(RuntimeError, match="not prepared"):
-        made.libra_swap(2, manifest.digest)
+        worker.libra_swap(2, manifest.digest)
 
 
-def test_a_layer_that_shares_its_weight_is_packed_anew_after_a_reload() -> None:
-    shared, own = (torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
-    model = torch.nn.ModuleDict(
-        {
-            "embed": PackedLayer(shared, packs=False),
-            "head": PackedLayer(shared, packs=True),
-            "other": PackedLayer(own, packs=True),
-        }
-    )
-    with torch.no_grad():
-        shared.fill_(7.0)
-        own.fill_(7.0)
+def test_a_worker_that_started_from_a_version_says_whether_it_holds_it(run: RunDir, worker: WeightWorker) -> None:
+    manifest = publish_version(run, 1, checkpoint(0))
+    prepare(worker, run, manifest)
 
-    _repack_shared(model)
+    assert worker.libra_check(1, manifest.digest)["fault"] == ""
 
-    assert torch.equal(model["head"].cpu_linear, torch.full((2, 2), 7.0))  # type: ignore[arg-type]
-    assert torch.equal(model["other"].cpu_linear, torch.zeros(2, 2))  # type: ignore[arg-type]
-    assert not hasattr(model["embed"], "cpu_linear")
+
+def test_a_later_order_takes_the_place_of_one_that_waits_for_another_instance(
+    run: RunDir, worker: WeightWorker, tmp_path: Path
+) -> None:
+    other = started(run, loaded(EngineModel(), checkpoint(0)), tmp_path)
+    first, second = publish_version(run, 1), publish_version(run, 2)
+    prepare(other, run, first)
+    order = str(run.root), run.run_id, run.attempt, "rollout_000"
+    worker.libra_prepare(*order, 2, second.digest, 60.0)
+
+    assert prepare(worker, run, first)["error"] == ""
+    assert worker.libra_swap(1, first.digest)["fault"] == ""
+
+
+def test_a_version_that_nobody_asks_for_is_given_up_so_that_other_instances_can_go_on(
+    run: RunDir, worker: WeightWorker, tmp_path: Path
+) -> None:
+    other = started(run, loaded(EngineModel(), checkpoint(0)), tmp_path)
+    first, second = publish_version(run, 1), publish_version(run, 2)
+    prepare(other, run, first, keep_s=0.1)
+
+    assert prepare(worker, run, second)["error"] == ""
+    with pytest.raises(RuntimeError, match="not prepared in this worker any more: nobody asked for it within"):
+        other.libra_swap(1, first.digest)
+    assert worker.libra_swap(2, second.digest)["fault"] == ""
+
+
+def test_an_instance_that_waits_for_another_in_vain_says_so(run: RunDir, worker: WeightWorker, tmp_path: Path) -> None:
+    other = started(run, loaded(EngineModel(), checkpoint(0)), tmp_path)
+    prepare(other, run, publish_version(run, 1))
+
+    assert "an instance that holds another version" in prepare(worker, run, publish_version(run, 2), 0.05)["error"]
 
 
 # ---- signature -------------------------------------------------------------------------------------------------------
