@@ -151,11 +151,11 @@ class _Piece:
 
 
 def _pieces(name: str, entry: TensorEntry) -> list[_Piece]:
-    """One for each part when all are runs of whole rows, so that a large tensor has several readers; else one."""
-    if all(part.shape[1:] == entry.shape[1:] for part in entry.parts):
-        width = DTYPE_BYTES[entry.dtype]
-        found = [(part, *runs(part.box, entry.shape, width)[:2]) for part in entry.parts]
-        return [_Piece(name, entry, (part,), first, length) for part, first, length in found]
+    """One for each part when each lies in a row, so that a large tensor has several readers; else one."""
+    width = DTYPE_BYTES[entry.dtype]
+    stretches = [(part, *runs(part.box, entry.shape, width)) for part in entry.parts]
+    if all(length == part.box.elements * width for part, length, _ in stretches):
+        return [_Piece(name, entry, (part,), next(offsets, 0), length) for part, length, offsets in stretches]
     return [_Piece(name, entry, entry.parts, 0, entry.bytes)]
 
 
