@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +35,9 @@ class MemoryFolder:
 
 
 def own_folder(folder: Path) -> Path:
-    """`folder` with mode 0700, made when missing. Raises ForeignFolderError."""
-    folder.mkdir(mode=0o700, exist_ok=True)
+    """`folder` with mode 0700, made when missing. Raises ForeignFolderError, FileNotFoundError when it was removed just now."""
+    with suppress(FileExistsError):  # not `exist_ok`, which raises for a folder that is removed while it looks
+        folder.mkdir(mode=0o700)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ForeignFolderError(f"{folder} is not a folder of user {os.geteuid()} with mode 0700")
