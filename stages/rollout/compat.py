@@ -165,11 +165,16 @@ class VllmEngine:
             raise RuntimeError("vLLM did not reset its prefix cache")
 
     def canary(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """A prompt just long enough to fill one block of the prefix cache; empty when no prompt ever can."""
+        """A prompt just long enough to fill one block of the prefix cache; empty when no prompt ever can.
+
+        It begins with another token than `token_ids`, the probe: a probe that fills a block leaves it in the cache, made
+        with the new weights (seen on a GPU, where a block has 16 tokens).
+        """
         length = self._block_size + 1
         if not self._caches_prefixes or length >= self.max_model_len:
             return ()
-        return (token_ids * (length // len(token_ids) + 1))[:length]
+        first = (token_ids[0] + 1) % self.vocab_size
+        return ((first, *token_ids[1:]) * (length // len(token_ids) + 1))[:length]
 
     async def submit(self, token_ids: tuple[int, ...], *, logprobs: bool) -> Awaitable[ProbeAnswer]:
         """Queue a prompt ahead of all others; on return it is on its way to the engine, also while that is paused.
