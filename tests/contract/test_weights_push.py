@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conf.schema import LibraConfig
-from stages.rundir import FencedError, RunDir
+from stages.rundir import FencedError
 from stages.weights.__main__ import main
 from stages.weights.errors import PublishError, RecordError, WeightsError
 from stages.weights.manifest import Manifest
@@ -236,7 +236,7 @@ def test_two_pushes_at_a_time_are_refused(scene: Scene) -> None:
 def test_an_attempt_that_begins_meanwhile_fences_the_push_out(scene: Scene) -> None:
     scene.run.start_attempt(1)
 
-    with pytest.raises((FencedError, PublishError), match="attempt 0 .* is over"):
+    with pytest.raises((FencedError, PublishError), match=r"attempt 0 .* is over"):
         scene.push()
 
     assert scene.is_untouched()
