@@ -20,8 +20,8 @@ Kind 1: for each stream one byte (1: zlib, 0: as it is) and a u32 length, then t
     long gaps    u32 for each 255
     values       one stream for each byte of an element, lowest byte first: the highest (sign, exponent) compresses well
 
-zlib is in Python itself, and at level 1 it comes within a few per cent of the entropy of these streams; a stream of random
-mantissas is recognised by its beginning and left as it is.
+zlib is in Python itself, and at level 1 it stays within about a bit a change of the entropy of these streams (docs/benchmarks.md); a
+stream of random mantissas is recognised by its beginning and left as it is.
 
 How it is meant to be wired (rules in `stages.weights.delta_chain`):
 
@@ -30,10 +30,11 @@ How it is meant to be wired (rules in `stages.weights.delta_chain`):
   be the same; otherwise, and in the first version of an attempt, the version is full.
 - All ranks' payload sizes are summed; `delta_chain.is_worth_it` decides for the whole version. When it is sparse, files hold payloads
   in place of tensors, and the manifest names version and digest of the base, and for each part `Delta.to_record()` with file and
-  offset. Digests of parts and of the version are those that the full version would have: proofs of load do not change.
-- An instance's staging holds the whole version with the digest that it has. When that is the base, it overwrites in place: clear the
-  tag, apply, check the result's digests, set the tag. After a crash the staging has no tag; `overwrite(..., torn=True)` with the same
-  delta completes it, because every position that can differ is overwritten. Anything else reads along `delta_chain.route`.
+  offset. Digests of parts are those that the full version would have: what an instance verifies and proves does not change.
+- An instance's staging holds the whole version with the digest that it has. When that is the base, it overwrites in place: write a
+  tag "base, on its way to result", apply, check the result's digests, write the tag "result". Who finds the first tag after a crash
+  completes it with `overwrite(..., torn=True)` and that very delta, because every position that can differ is overwritten. Anything
+  else reads along `delta_chain.route`.
 - The collection keeps the bases of the versions that it keeps. Every `delta_chain.MOST_LINKS`-th version, and the last of a run,
   is full, so that people find complete HF folders.
 """
