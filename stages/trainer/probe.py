@@ -1,22 +1,10 @@
-"""The fixed token sequence whose log-probs prove that an instance serves the weights that were published."""
+"""What the trainer's weights say about the fixed token sequence, so that an instance can prove that it serves them."""
 
 from __future__ import annotations
 
-import numpy as np
-
-from conf.schema import LibraConfig
 from stages.trainer.policy import Policy
 from stages.weights.manifest import Probe
-
-
-def probe_tokens(config: LibraConfig, vocab_size: int) -> tuple[int, ...]:
-    """weights.probe_tokens ids drawn over the whole vocabulary from the run's seed; one less than fits into the context.
-
-    The engine must be able to generate one token after them.
-    """
-    count = min(config.weights.probe_tokens, config.max_model_len - 1)
-    draws = np.random.default_rng([config.seed, vocab_size]).integers(0, vocab_size, size=count)
-    return tuple(int(token) for token in draws)
+from stages.weights.probe_tokens import probe_tokens
 
 
 def probe(policy: Policy) -> Probe:

@@ -28,6 +28,7 @@ from stages.trainer.policy import Policy, UpdateResult
 from stages.trainer.probe import probe
 from stages.trainer.schedule import learning_rate
 from stages.weights.collect import collect
+from stages.weights.hf_folder import other_tokenizer
 from stages.weights.manifest import Manifest, Probe
 from stages.weights.proof import allowed_difference_nats, probe_change_nats, resolution_nats
 from stages.weights.publish import publish
@@ -228,6 +229,7 @@ class Trainer:
             source_folder=Path(config.model_path),
             options=config.weights,
             ranks=TrainerRanks(self.grid),
+            tokenizer_folder=other_tokenizer(config),
         )
 
     def _wait_acks(self, manifest: Manifest, publish_s: float) -> None:

@@ -3,35 +3,48 @@
     python -m stages.weights inspect RUN            what is published, who serves what, the last refreshes
     python -m stages.weights verify RUN [VERSION]   read every byte of a version (default: the newest) and compare digests
     python -m stages.weights diff RUN V1 V2         which tensors differ, and by how much
+    python -m stages.weights push RUN HF_FOLDER     publish a HF folder as the next version, when no trainer of the run lives
 
-Exit code 0: sound (diff: also when the versions differ); 1: damaged or missing.
+Exit code 0: sound (diff: also when the versions differ); 1: damaged or missing; 2: RUN is no whole run directory, or a push
+was refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from conf.load import WrongConfigFileError, load
+from conf.schema import LibraConfig
+from launch.runs import Folder, NotARunError
+from launch.truth import Truth, tell_one
 from stages.files import DamagedRecordError
-from stages.rundir import RunDir, RunDirectoryError
+from stages.rundir import FencedError, RunDir, RunDirectoryError
+from stages.weights.difference import describe_difference
 from stages.weights.errors import WeightsError
+from stages.weights.hf_tensors import HfFolderError
+from stages.weights.push import WRITER, PushRefusedError, push
 from stages.weights.reader import faults, load_manifest
-from stages.weights.report import describe_difference, inspect_lines
+from stages.weights.report import inspect_lines, newest_version
+
+
+class NotNowError(PushRefusedError):
+    """A trainer of the run may be publishing."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    commands = {"inspect": _inspect, "verify": _verify, "diff": _diff, "push": _push}
     try:
-        run = RunDir.open(options.run, writer="stages.weights")
-        if options.command == "inspect":
-            return _print(inspect_lines(run))
-        if options.command == "verify":
-            return _verify(run, options.version)
-        return _print(describe_difference(run, options.first, options.second))
-    except (WeightsError, RunDirectoryError, DamagedRecordError) as problem:
+        return commands[options.command](_open(options.run), options)
+    except (NotARunError, RunDirectoryError, PushRefusedError, HfFolderError) as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    except (WeightsError, DamagedRecordError, FencedError, OSError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
 
@@ -44,26 +57,55 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="what is published, and who serves what")
     verify = commands.add_parser("verify", help="compare every byte of a version with its manifest")
     diff = commands.add_parser("diff", help="compare two versions tensor by tensor")
-    for command in (inspect, verify, diff):
-        command.add_argument("run", type=Path, help="run directory")
-    verify.add_argument("version", type=int, nargs="?", help="version number; default: the newest")
-    diff.add_argument("first", type=int)
-    diff.add_argument("second", type=int)
+    push = commands.add_parser("push", help="publish a HF folder as the next version")
+    for command in (inspect, verify, diff, push):
+        command.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    verify.add_argument(
+        "version", type=_version, nargs="?", metavar="VERSION", help="12 or v000012; default: the newest"
+    )
+    diff.add_argument("first", type=_version, metavar="V1")
+    diff.add_argument("second", type=_version, metavar="V2")
+    push.add_argument("folder", type=Path, metavar="HF_FOLDER", help="a model of the run's architecture, safetensors")
+    push.add_argument(
+        "--no-trainer",
+        action="store_true",
+        help="you know that no trainer of the run lives, where the files do not tell",
+    )
     return parser
 
 
-def _print(lines: Sequence[str]) -> int:
-    print("\n".join(lines))
+def _version(text: str) -> int:
+    match = re.fullmatch(r"v?(\d+)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 12 or v000012")
+    return int(match[1])
+
+
+def _open(root: Path) -> RunDir:
+    """Raises NotARunError, RunDirectoryError: what is missing where a run is half-deleted."""
+    folder = Folder.at(root)
+    if not folder.identity:
+        missing = ", ".join(folder.look_for_damage(is_whole=True))
+        raise RunDirectoryError(f"{folder.root} is half-deleted: {missing}; without run.json nothing can be attributed")
+    return RunDir.open(root, writer="stages.weights")
+
+
+def _inspect(run: RunDir, _options: argparse.Namespace) -> int:
+    truth = tell_one(run.root)
+    print(f"run {run.run_id}, attempt {run.attempt}, {_state(truth)}, {run.root}")
+    print("\n".join(inspect_lines(run, truth.beats.instances)))
     return 0
 
 
-def _verify(run: RunDir, version: int | None) -> int:
+def _state(truth: Truth) -> str:
+    missing = f"; missing or damaged: {', '.join(truth.damage)}" if truth.damage else ""
+    return truth.state + (f" ({truth.why}{missing})" if truth.why else missing)
+
+
+def _verify(run: RunDir, options: argparse.Namespace) -> int:
+    version = newest_version(run) if options.version is None else options.version
     if version is None:
-        latest = run.read(run.latest_json, any_attempt=True)
-        if latest is None:
-            print(f"error: {run.root} has published no weights yet", file=sys.stderr)
-            return 1
-        version = int(latest["version"])
+        raise WeightsError(f"{run.root} has published no weights yet")
     manifest = load_manifest(run, version)
     started_s = time.monotonic()
     found = faults(run, manifest)
@@ -75,6 +117,48 @@ def _verify(run: RunDir, version: int | None) -> int:
         f"bytes read in {elapsed_s:.2f} s: {f'{len(found)} faults' if found else 'all digests match'}"
     )
     return 1 if found else 0
+
+
+def _diff(run: RunDir, options: argparse.Namespace) -> int:
+    print("\n".join(describe_difference(run, options.first, options.second)))
+    return 0
+
+
+def _push(run: RunDir, options: argparse.Namespace) -> int:
+    _check_nobody_publishes(tell_one(run.root), sure=options.no_trainer)
+    started_s = time.monotonic()
+    manifest = push(RunDir.open(run.root, writer=WRITER), _config(run), options.folder)
+    print(
+        f"version {manifest.version} is published: {len(manifest.tensors)} tensors, {manifest.weight_bytes:,} bytes of "
+        f"weights, digest {manifest.digest}, in {time.monotonic() - started_s:.1f} s\n"
+        f"`python -m stages.rollout {run.root}` serves it, proved. Training does not go on from it: an attempt that resumes "
+        f"this run removes versions that are newer than its checkpoint."
+    )
+    return 0
+
+
+def _check_nobody_publishes(truth: Truth, *, sure: bool) -> None:
+    """Raises NotNowError while a trainer lives, will come, or nobody can tell; RunDirectoryError for half a run."""
+    why = f" ({truth.why})" if truth.why else ""
+    root = truth.folder.root
+    if truth.damage:
+        raise RunDirectoryError(f"{root} is half-deleted: {', '.join(truth.damage)}")
+    if truth.is_alive:
+        raise NotNowError(
+            f"{root} is {truth.state}{why}: its trainer publishes the versions; push when the run is over "
+            f"(`python -m launch.cancel {root} --checkpoint` ends it with a checkpoint)"
+        )
+    if truth.state == "unknown" and not sure:
+        raise NotNowError(
+            f"nobody can tell whether a trainer of {root} lives{why}; add --no-trainer when you know that none does"
+        )
+
+
+def _config(run: RunDir) -> LibraConfig:
+    try:
+        return load(run.config_yaml)
+    except (WrongConfigFileError, OSError) as problem:
+        raise RunDirectoryError(f"{run.config_yaml} cannot be read: {problem}") from problem
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The small files of a HF folder, which a published version takes over from the model that training started from."""
+"""The small files of a HF folder, which a published version takes over from the folders that training started from."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from conf.schema import LibraConfig
 from stages.files import list_names
 from stages.weights.errors import PublishError
 
 CONFIG_FILE = "config.json"
-_TAKEN_OVER = (
-    "generation_config.json",
+_MODEL_FILES = ("generation_config.json",)
+_TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -27,17 +28,32 @@ _TAKEN_OVER = (
 _DTYPE_KEYS = ("torch_dtype", "dtype")  # transformers renamed the first to the second in 4.56 and reads both
 
 
-def small_files(source: Path, dtype: str) -> dict[str, bytes]:
+def other_tokenizer(config: LibraConfig) -> Path | None:
+    """tokenizer_path where it is not model_path, which has a tokenizer of its own."""
+    is_own = config.tokenizer_path in ("", config.model_path)
+    return None if is_own else Path(config.tokenizer_path)
+
+
+def small_files(source: Path, dtype: str, tokenizer: Path | None = None) -> dict[str, bytes]:
     """Contents of config.json (its number format set to `dtype`, for example "bfloat16"), tokenizer and generation files.
 
-    Raises PublishError when `source` has no usable config.json.
+    With `tokenizer`, another folder, all tokenizer files come from there and none from `source`: parts of two tokenizers
+    in one folder would be read as a third. Raises PublishError when `source` has no usable config.json, `tokenizer` no
+    tokenizer.
     """
     files = {CONFIG_FILE: (json.dumps(_config(source, dtype), indent=2) + "\n").encode()}
-    for name in list_names(source):
-        path = source / name
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in _TAKEN_OVER) and path.is_file():
-            files[name] = path.read_bytes()
-    return files
+    files |= _matching(source, _MODEL_FILES)
+    found = _matching(source if tokenizer is None else tokenizer, _TOKENIZER_FILES)
+    if tokenizer is not None and not found:
+        raise PublishError(
+            f"tokenizer_path={tokenizer} has no tokenizer files; set it to a HF folder, or leave it empty"
+        )
+    return files | found
+
+
+def _matching(folder: Path, patterns: tuple[str, ...]) -> dict[str, bytes]:
+    names = [name for name in list_names(folder) if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
 
 def _config(source: Path, dtype: str) -> dict[str, Any]:

@@ -32,6 +32,7 @@ def publish(
     source_folder: Path,
     options: WeightsConfig,
     ranks: RankGroup | None = None,
+    tokenizer_folder: Path | None = None,
 ) -> Manifest:
     """`Publisher.begin` and `Publication.finish` in one, for who publishes once and has nothing to do meanwhile.
 
@@ -39,7 +40,14 @@ def publish(
     """
     owned = list(tensors)
     device = next((local.tensor.device for local in owned if local.tensor.is_cuda), torch.device("cpu"))
-    with Publisher(run, source_folder=source_folder, options=options, ranks=ranks, device=device) as publisher:
+    with Publisher(
+        run,
+        source_folder=source_folder,
+        options=options,
+        ranks=ranks,
+        device=device,
+        tokenizer_folder=tokenizer_folder,
+    ) as publisher:
         return publisher.begin(version, step, owned, probe, lend=True).finish()
 
 
@@ -60,8 +68,10 @@ class Publisher:
         options: WeightsConfig,
         ranks: RankGroup | None = None,
         device: torch.device | None = None,
+        tokenizer_folder: Path | None = None,
     ) -> None:
-        """`source_folder` is a HF folder: config and tokenizer travel with each version. It counts on rank 0."""
+        """`source_folder` is a HF folder: config and tokenizer travel with each version, the tokenizer from `tokenizer_folder`
+        when it is another one. Both count on rank 0."""
         self.run = run
         self.options = options
         self.ranks = ranks or SingleRank()
@@ -70,6 +80,7 @@ class Publisher:
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="weights")
         self.copier = Copier(device or torch.device("cpu"), self.pool)
         self._source = source_folder
+        self._tokenizer = tokenizer_folder
         self._current: Publication | None = None
         self._planned: tuple[list[Offer], Layout] | None = None
 
@@ -111,7 +122,7 @@ class Publisher:
 
     @cached_property
     def small_files(self) -> dict[str, bytes]:
-        return small_files(self._source, self.options.dtype)
+        return small_files(self._source, self.options.dtype, self._tokenizer)
 
     @cached_property
     def flushes(self) -> bool:

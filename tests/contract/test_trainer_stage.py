@@ -103,9 +103,12 @@ def make_run(root: Path) -> RunDir:
         )
     )
     model.save_pretrained(root / "model")
+    (root / "tokenizer").mkdir()
+    (root / "tokenizer" / "tokenizer.json").write_text("{}")
     run = RunDir.create(root / "run")
     config = LibraConfig(
         model_path=str(root / "model"),
+        tokenizer_path=str(root / "tokenizer"),
         train_gpus=RANKS,
         train_tp_size=TP,
         train_dtype="float32",
@@ -288,3 +291,8 @@ def test_a_replayed_batch_gives_the_same_loss_and_gradient_on_one_rank(story: St
     assert replayed["loss"] == pytest.approx(receipt["loss"], rel=1e-4, abs=1e-7)
     assert replayed["grad_norm"] == pytest.approx(receipt["grad_norm"], rel=1e-4)
     assert sorted(story.run.root.rglob("*.json")) == before
+
+
+@pytest.mark.exercises("tokenizer_path")
+def test_every_version_carries_the_tokenizer_that_is_not_the_model_s(story: Story) -> None:
+    assert all("tokenizer.json" in manifest.files for manifest in story.manifests)

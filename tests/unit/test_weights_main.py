@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from launch.runs import Folder
+from launch.truth import Truth
 from stages.rundir import RunDir
+from stages.weights import __main__ as tool
 from stages.weights.__main__ import main
+from stages.weights.apply import write_nack, write_prepared
+from stages.weights.records import Nack, RefreshRequest
 from stages.weights.refresh import request_refresh
-from tests.weights_kit import INSTANCES, Answers, as_writer, make_context, publish_full, register, small_tensors
+from tests.weights_kit import (
+    INSTANCES,
+    Answers,
+    as_writer,
+    make_context,
+    make_source,
+    publish_full,
+    register,
+    small_tensors,
+)
 
 
 @pytest.fixture
@@ -31,7 +47,9 @@ def test_inspect_shows_versions_instances_and_refreshes(run: RunDir, capsys: pyt
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("1 ") and manifest.digest in line and line.endswith("newest") for line in lines)
     assert any(line.startswith("rollout_001") and manifest.digest in line for line in lines)
-    assert any("0.125" in line and line.endswith("rollout_001") for line in lines)
+    refreshed = next(line for line in lines if "0.125" in line)
+    assert "rollout_001 on node1" in refreshed
+    assert refreshed.split()[-6:] == ["2.000", "0.000", "0.000", "0.200", "0.050", "0.100"]
 
 
 def test_inspect_of_a_new_run_says_that_there_is_nothing_yet(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,9 +108,121 @@ def test_a_version_that_does_not_exist_is_an_error(
 
 
 def test_a_directory_without_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(tmp_path)]) == 1
+    assert main(["inspect", str(tmp_path)]) == 2
 
-    assert "holds no run" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["verify"], ["diff", "0", "1"], ["push", "folder"]])
+def test_a_half_deleted_run_is_named_as_such(
+    run: RunDir, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.run_json.unlink()
+
+    assert main([command[0], str(run.root), *command[1:]]) == 2
+
+    assert "is half-deleted: run.json (missing)" in capsys.readouterr().err
+
+
+def test_inspect_tells_who_published_a_version_in_which_attempt(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish_full(run, 0)
+    run.start_attempt(1)
+    publish_full(replace(run, attempt=1, writer="push"), 1)
+
+    assert main(["inspect", str(run.root)]) == 0
+
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[:3] for row in rows if row and row[0] in ("0", "1")] == [["0", "0", "trainer"], ["1", "1", "push"]]
+
+
+def test_inspect_tells_who_has_not_answered_a_request_and_who_refused(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = publish_full(run, 1)
+    request = RefreshRequest(
+        1, "weights/v000001", manifest.digest, "inplace", "parallel", (*INSTANCES, "rollout_002"), 60.0, 0.0
+    )
+    run.write(run.request_json(1), request.to_record())
+    write_prepared(run, Answers(run, manifest).prepared(INSTANCES[0]))
+    write_nack(run, Nack(INSTANCES[1], 1, manifest.digest, "prepare", "no room", 0))
+
+    assert main(["inspect", str(run.root)]) == 0
+
+    out = capsys.readouterr().out
+    assert "asked for version 1 (inplace, within 60 s): rollout_000: prepared" in out
+    assert "rollout_001: refused (prepare): no room; rollout_002: no answer yet" in out
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"run_id": 1}'])
+def test_inspect_goes_on_beside_damaged_records(run: RunDir, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = publish_full(run, 1)
+    register(run, INSTANCES[0], version=1, manifest_digest=manifest.digest)
+    damaged = (run.latest_json, run.instance_json(INSTANCES[1]), run.request_json(1), run.refreshed_json(1))
+    for path in damaged:
+        path.write_text(content)
+    (run.weights / "v000002").write_text("a file, no folder")
+    (run.requests / "v1x.json").write_text("")
+
+    assert main(["inspect", str(run.root)]) == 0
+
+    out = capsys.readouterr().out
+    assert "LATEST.json" in out
+    assert "published are 1, 2" in out
+    assert any(line.startswith("rollout_000") and manifest.digest in line for line in out.splitlines())
+
+
+def test_inspect_tells_of_a_pointer_to_a_version_that_is_gone(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    publish_full(run, 1)
+    shutil.rmtree(run.weights_version(1))
+
+    assert main(["inspect", str(run.root)]) == 0
+
+    assert "LATEST.json names version 1, which does not exist" in capsys.readouterr().out
+
+
+def test_verify_without_pointer_tells_which_versions_there_are(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    publish_full(run, 1)
+    run.latest_json.unlink()
+
+    assert main(["verify", str(run.root)]) == 1
+
+    assert "LATEST.json is missing or of another run; published are 1" in capsys.readouterr().err
+
+
+def test_versions_may_be_named_like_their_folders(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    publish_full(run, 1)
+
+    assert main(["verify", str(run.root), "v000001"]) == 0
+
+    assert "version 1: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("state", ["running", "starting", "requeued"])
+def test_push_is_refused_while_a_trainer_lives_or_will_come(
+    run: RunDir, state: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tool, "tell_one", lambda root: Truth(Folder.at(root), state))
+
+    assert main(["push", str(run.root), "folder", "--no-trainer"]) == 2
+
+    assert f"is {state}: its trainer publishes the versions; push when the run is over" in capsys.readouterr().err
+    assert run.published_versions() == []
+
+
+def test_push_is_refused_while_nobody_can_tell_whether_a_trainer_lives(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(run.root), "folder"]) == 2
+
+    assert "add --no-trainer when you know that none does" in capsys.readouterr().err
+
+
+def test_push_into_a_run_without_configuration_is_refused(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["push", str(run.root), "folder", "--no-trainer"]) == 2
+
+    assert "config.yaml cannot be read" in capsys.readouterr().err
 
 
 def test_diff_lists_changed_tensors_with_their_largest_difference(
@@ -111,6 +241,33 @@ def test_diff_lists_changed_tensors_with_their_largest_difference(
     assert any(line.split() == ["model.embed", "24", "1", "5.000e-01"] for line in lines)
     assert any("model.new" in line and "only in version 1" in line for line in lines)
     assert "2 of 6 tensors differ between 0 and 1" in lines
+    assert "1 of 95 elements differ (1.05%)" in lines
+
+
+def test_diff_names_small_files_that_differ(run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make_source(tmp_path / "model")
+    publish_full(run, 0, small_tensors(), source=source)
+    (source / "tokenizer.json").write_text("another")
+    (source / "vocab.json").write_text("{}")
+    publish_full(run, 1, small_tensors(), source=source)
+
+    assert main(["diff", str(run.root), "0", "1"]) == 0
+
+    out = capsys.readouterr().out
+    assert "file tokenizer.json: 17 bytes became 7, or other ones" in out
+    assert "file vocab.json: only in version 1" in out
+
+
+def test_diff_of_a_tensor_that_became_not_a_number_says_nan(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    after = small_tensors()
+    after["model.embed"] = after["model.embed"].clone()
+    after["model.embed"][0, 0] = float("nan")
+    publish_full(run, 0, small_tensors())
+    publish_full(run, 1, after)
+
+    assert main(["diff", str(run.root), "0", "1"]) == 0
+
+    assert any(line.split() == ["model.embed", "24", "1", "nan"] for line in capsys.readouterr().out.splitlines())
 
 
 def test_diff_of_equal_versions_says_so(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
