@@ -118,6 +118,16 @@ def prefer_fork() -> None:
         importlib.import_module(module)
 
 
+def canary_prompt(probe: tuple[int, ...], block_tokens: int, vocab_size: int) -> tuple[int, ...]:
+    """A prompt just long enough to fill one block of the prefix cache, for token ids of a vocabulary of at least two.
+
+    It begins unlike the probe: a probe that fills a block leaves it in the cache, made with the new weights, and would
+    pass for a block of the old ones (seen with vLLM 0.25.1 on a GPU, where a block has 16 tokens).
+    """
+    unlike = ((probe[0] + 1) % vocab_size, *probe[1:])
+    return (unlike * (block_tokens // len(unlike) + 1))[: block_tokens + 1]
+
+
 @dataclass(frozen=True)
 class ProbeAnswer:
     """`logprobs[i]` belongs to prompt token i + 1, in nats; `cached_tokens` prompt tokens came from the prefix cache."""
@@ -165,16 +175,10 @@ class VllmEngine:
             raise RuntimeError("vLLM did not reset its prefix cache")
 
     def canary(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """A prompt just long enough to fill one block of the prefix cache; empty when no prompt ever can.
-
-        It begins with another token than `token_ids`, the probe: a probe that fills a block leaves it in the cache, made
-        with the new weights (seen on a GPU, where a block has 16 tokens).
-        """
-        length = self._block_size + 1
-        if not self._caches_prefixes or length >= self.max_model_len:
+        """`canary_prompt` for this engine's cache; empty when it keeps no prefixes or no prompt can fill a block."""
+        if not self._caches_prefixes or self._block_size + 1 >= self.max_model_len:
             return ()
-        first = (token_ids[0] + 1) % self.vocab_size
-        return ((first, *token_ids[1:]) * (length // len(token_ids) + 1))[:length]
+        return canary_prompt(token_ids, self._block_size, self.vocab_size)
 
     async def submit(self, token_ids: tuple[int, ...], *, logprobs: bool) -> Awaitable[ProbeAnswer]:
         """Queue a prompt ahead of all others; on return it is on its way to the engine, also while that is paused.
