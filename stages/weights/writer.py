@@ -11,14 +11,17 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+import xxhash
+
 from stages.weights.boxes import runs
 from stages.weights.errors import NoSpaceError
 from stages.weights.layout import Layout, Placement
-from stages.weights.manifest import DTYPE_BYTES, Part, xxh3_128
+from stages.weights.manifest import DTYPE_BYTES, Part
 from stages.weights.parallel import Lanes, map_threads
 from stages.weights.snapshot import Copy, Piece
 
 _WRITE_BYTES = 64 << 20  # one pwrite; Linux cuts longer ones at 2 GiB anyway
+_CHUNK_BYTES = 4 << 20  # hashed and written in one go
 
 Written = list[tuple[str, Part]]
 """Names of tensors, each with a part of it that has been written."""
@@ -96,13 +99,15 @@ def _write_beginning(fd: int, data: bytes) -> Written:
 
 
 def _write_piece(fd: int, place: Placement, piece: Piece, copy: Copy) -> Written:
-    data = copy.bytes()
-    digest = xxh3_128(data)
-    view = data.data
+    view = copy.bytes().data
+    hasher = xxhash.xxh3_128()
     length, offsets = runs(piece.box, piece.full_shape, DTYPE_BYTES[piece.dtype])
     for number, offset in enumerate(offsets):
-        _pwrite(fd, view[number * length : (number + 1) * length], place.offset + offset)
-    return [(piece.name, Part(piece.box.start, piece.box.shape, digest))]
+        for begin in range(0, length, _CHUNK_BYTES):
+            chunk = view[number * length + begin : number * length + min(begin + _CHUNK_BYTES, length)]
+            hasher.update(chunk)
+            _pwrite(fd, chunk, place.offset + offset + begin)  # while the chunk is still in the processor's cache
+    return [(piece.name, Part(piece.box.start, piece.box.shape, hasher.hexdigest()))]
 
 
 def _pwrite(fd: int, data: memoryview, offset: int) -> None:
