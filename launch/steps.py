@@ -189,8 +189,12 @@ def step_command(python: str, incarnation: Incarnation, prefix: Sequence[str] = 
     return [*prefix, python, "-u", "-m", "submitit.core._submit", str(incarnation.folder)]
 
 
+UNREADABLE = "cannot read "
+"""What the only line of a log begins with that is there and cannot be read."""
+
+
 def tail(path: Path, lines: int = 30, limit_bytes: int = 65536) -> list[str]:
-    """The last lines of a log; empty when there is none."""
+    """The last lines of a log; empty when there is none. One that cannot be read gives a line that says so."""
     try:
         with path.open("rb") as handle:
             handle.seek(0, os.SEEK_END)
@@ -198,6 +202,8 @@ def tail(path: Path, lines: int = 30, limit_bytes: int = 65536) -> list[str]:
             text = handle.read().decode("utf-8", "replace")
     except FileNotFoundError:
         return []
+    except OSError as error:
+        return [f"{UNREADABLE}{path}: {error.strerror}"]
     return text.splitlines()[-lines:]
 
 

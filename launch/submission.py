@@ -14,7 +14,7 @@ from submitit.slurm.slurm import SlurmJob
 from launch import slurm
 from launch.life import Life, LocalLife, SlurmLife
 from launch.slurm import JobPhase, signal_name
-from launch.steps import exception_text, tail
+from launch.steps import UNREADABLE, exception_text, tail
 from launch.sweep import sweep
 from stages.rollout.node_folder import remove_node_folder
 from stages.rundir import RunDir
@@ -92,11 +92,12 @@ class Submission(ABC):
         sweep(f"{self.run.run_id}.{self.run.attempt}.")
         remove_node_folder(self.run.run_id)
 
-    def _supervisor_error(self) -> str:
+    def _supervisor_error(self, otherwise: str) -> str:
         """Why a supervisor ended without recording it (it could not start, or not write any more), from its log."""
         lines = tail(self.run.logs / "supervisor.log", lines=200)
         said = [line.removeprefix(SAID) for line in lines if line.startswith(SAID)]
-        return exception_text(lines) or "".join(said[-1:])
+        unreadable = ["; ".join(filter(None, (otherwise, line))) for line in lines if line.startswith(UNREADABLE)]
+        return exception_text(lines) or "".join((said or unreadable)[-1:]) or otherwise
 
 
 class SlurmSubmission(Submission):
@@ -144,7 +145,7 @@ class SlurmSubmission(Submission):
         folded = slurm.fold(components)
         if folded.phase.is_over:
             self._sweep()
-            return self._last_word() or ("failed", f"supervisor: {self._supervisor_error() or folded.text}")
+            return self._last_word() or ("failed", f"supervisor: {self._supervisor_error(folded.text)}")
         reason = folded.reason if folded.phase is JobPhase.PENDING and folded.reason != "None" else ""
         return folded.phase.value, reason
 
@@ -188,7 +189,7 @@ class LocalSubmission(Submission):
         if self._hung or code is None:
             return "failed", f"supervisor: {self._hung}"
         how = f"killed by {signal_name(abs(code) % 128)}" if code < 0 or code > 128 else f"exited {code}"
-        words = self._supervisor_error()
+        words = self._supervisor_error("")
         return self._last_word() or ("failed", f"supervisor: {how}{f': {words}' if words else ''}")
 
     def _supervisor_lives(self) -> bool:
