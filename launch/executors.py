@@ -163,6 +163,6 @@ def _submit_slurm(config: LibraConfig, plan: Plan, run: RunDir, entry: Entry) ->
     try:
         job = executor.submit(supervise, str(run.root), run.attempt, entry)
     except FailedJobError as error:
-        raise SubmitError(f"sbatch refused {run.job_sbatch}: {error}") from error
+        raise SubmitError(f"sbatch refused the job: {error}; launch.dry_run=true shows the script") from error
     link_log(run.submitit, str(job.job_id))
     return SlurmSubmission(run, job)

@@ -184,10 +184,12 @@ def _too_few(group: Group, nodes: Sequence[Nodes]) -> Iterable[str]:
     available = len(group.fitting())
     if not group.places or group.wanted <= available:
         return
+    first = group.components[0]
+    narrowing = {"slurm.constraint": first.constraint, "slurm.exclude": first.exclude, "slurm.gpu_type": first.gpu_type}
+    options = ["slurm.partition", *(name for name, value in narrowing.items() if value), "hardware.gpus_per_node"]
     yield (
         f"{group.roles} {group.verb} {group.wanted} node(s) with {group.shape} in {group.where}, available {available} (it has"
-        f" {_kinds(group.places)}); lower train_gpus or rollout_gpus, or change slurm.partition, hardware.gpus_per_node or"
-        " hardware.cpus_per_node"
+        f" {_kinds(group.places)}); lower train_gpus or rollout_gpus, or change {', '.join(options)} or hardware.cpus_per_node"
     )
 
 

@@ -23,6 +23,22 @@ OPTIONS = (
     "slurm.partition, slurm.constraint, slurm.time_min, slurm.mem_per_node_bytes, hardware.cpus_per_node,"
     " hardware.gpus_per_node, train_gpus or rollout_gpus"
 )
+OPTION_OF = {
+    "accounting/qos policy": "slurm.qos, slurm.account, slurm.time_min, train_gpus or rollout_gpus",
+    "account/partition": "slurm.account or slurm.partition",
+    "account": "slurm.account",
+    "reservation": "slurm.reservation",
+    "qos": "slurm.qos",
+    "invalid partition": "slurm.partition",
+    "this partition": "slurm.partition",
+    "feature": "slurm.constraint",
+    "license": "slurm.licenses",
+    "wckey": "slurm.wckey",
+    "time limit": "slurm.time_min",
+    "node name": "slurm.exclude",
+    "generic resource": "slurm.gpu_flag, slurm.gpu_type or hardware.gpus_per_node",
+}
+"""A word of Slurm's refusal (slurm/src/common/slurm_errno.c) -> what decides it; the first that occurs counts."""
 REFUSAL = re.compile(r"allocation failure|submission failed|invalid|not permitted", re.IGNORECASE)
 NOT_SLURMS_OPINION = re.compile(
     r"Unable to contact|Zero Bytes were transmitted|Socket timed out|Connection refused|did not answer", re.IGNORECASE
@@ -46,8 +62,15 @@ def check(spec: HetJobSpec, script: Path) -> list[str]:
     if REFUSAL.search(words) and not NOT_SLURMS_OPINION.search(words):
         partitions = ", ".join(dict.fromkeys(place.partition for place in nodes))
         hint = f" (Slurm has {partitions})" if "partition" in words and partitions else ""
-        raise SubmitError(f"Slurm cannot run this job: {words}{hint}; see {script}, and change {OPTIONS}")
+        raise SubmitError(
+            f"Slurm cannot run this job; nothing was submitted: {words}{hint}; change {_options(words)};"
+            " launch.dry_run=true shows the script"
+        )
     return [f"sbatch --test-only gave no answer ({words or 'it said nothing'}); submitting all the same"]
+
+
+def _options(words: str) -> str:
+    return next((option for word, option in OPTION_OF.items() if word in words.lower()), OPTIONS)
 
 
 def _nodes() -> list[Nodes]:

@@ -15,6 +15,7 @@ from launch.figures import Disk, Instance, Progress, Saved
 from launch.metrics import duration, from_here
 from launch.slurm import SlurmCommandError
 from launch.truth import Truth
+from stages.files import list_names
 
 NAMED = 4
 """Instances that are named one by one; of more only those that are not as the others."""
@@ -165,7 +166,7 @@ def _last_lines(truth: Truth, cause: dict[str, Any]) -> list[str]:
     """Of the step that failed; of a supervisor without a last word its own log."""
     if cause.get("log_tail"):
         return str(cause["log_tail"]).splitlines()[-LOG_LINES:]
-    if truth.state != "vanished" and truth.was != "vanished":
+    if truth.state != "vanished" and not (truth.state == "half-deleted" and truth.was in ("", "vanished")):
         return []
     from launch.steps import tail, without_plumbing
 
@@ -190,7 +191,8 @@ def next_commands(truth: Truth, progress: Progress, checkpoint: Saved, cause: di
         return [f"python -m launch.logs {run}        # what its stages said last"]
     step = str(cause.get("step") or "supervisor")
     look = f"python -m launch.logs {run} {shlex.quote(step)}        # what it said"
-    return [look, *_go_on(truth, run, progress, checkpoint)]
+    has_log = bool(truth.folder.state or list_names(truth.run.logs))
+    return [*([look] if has_log else []), *_go_on(truth, run, progress, checkpoint)]
 
 
 def _go_on(truth: Truth, run: str, progress: Progress, checkpoint: Saved) -> list[str]:

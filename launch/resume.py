@@ -11,6 +11,7 @@ change. Then nothing was changed.
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -99,9 +100,8 @@ def prepare(root: Path, words: Sequence[str], *, certainly_over: bool = False) -
     config, changed = _changed(old, composed, typed)
     refused = refusals(changed)
     if refused:
-        refused.append(
-            f"for a new run with it: python -m launch --config-path {from_here(run.root)} launch.run_dir=NEW"
-        )
+        new = f"python -m launch --config-path {shlex.quote(from_here(run.root))} launch.run_dir=NEW"
+        refused[-1] += f"; for a new run with it: {new}"
     if refused or composed.conflicts:
         raise ConfigError([*refused, *composed.conflicts])
     checkpoint = find_checkpoint(run, config)

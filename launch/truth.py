@@ -70,7 +70,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Truth:
-    """`why` is a sentence for people, often empty. `was` is the state that a half-deleted run would have if it were whole."""
+    """`why` is a sentence for people, often empty. `was` is the state that a half-deleted run would have if it were whole,
+    "" when what says so is missing."""
 
     folder: Folder
     state: str
@@ -128,7 +129,15 @@ def _truth(folder: Folder, beats: Beats, answers: Mapping[str, Answer]) -> Truth
     truth = Truth(folder, state, why, "", beats, answer.job if answer else None, damage)
     if not damage or truth.is_alive:
         return truth
+    if state == "vanished" and _is_last_word_lost(folder):
+        return replace(truth, state="half-deleted", why="the record that would say how it ended is not there")
     return replace(truth, state="half-deleted", was=state)
+
+
+def _is_last_word_lost(folder: Folder) -> bool:
+    """No word is there, and that need not be because none was said: its file, or the whole attempt, was taken away."""
+    lost = f"{folder.run.state_json.relative_to(folder.root)} ("
+    return not folder.attempts or any(entry.startswith(lost) for entry in folder.damage)
 
 
 def facts_of(folder: Folder, beats: Beats, answer: Answer | None) -> Facts:

@@ -143,6 +143,19 @@ def test_nodes_are_counted_by_what_the_job_asks_for(changes: dict[str, Any], ava
     assert f"available {available} (" in problems(component(nodes=101, qos="lifts limits", **changes))
 
 
+@pytest.mark.parametrize(
+    ("wish", "option"),
+    [
+        ({"constraint": "a100"}, "slurm.constraint"),
+        ({"exclude": "gpu[01-03]"}, "slurm.exclude"),
+        ({"gpu_type": "a100"}, "slurm.gpu_type"),
+    ],
+)
+def test_a_wish_that_leaves_too_few_nodes_is_named_among_the_options(wish: dict[str, Any], option: str) -> None:
+    assert f"change slurm.partition, {option}, " in problems(component(nodes=101, **wish))
+    assert option not in problems(component(nodes=101))
+
+
 def test_components_share_no_node() -> None:
     assert problems(component(nodes=7), component("rollout", nodes=8)) == (
         "trainer and rollout want 15 node(s) with 8 GPUs, 64 processors in partition gpu, available 12 (it has 12 x 8 h100"

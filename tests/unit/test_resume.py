@@ -163,6 +163,15 @@ def test_what_cannot_be_is_refused_with_the_reason(
     assert contents(run) == before
 
 
+def test_the_way_out_is_not_counted_as_a_problem(run: RunDir) -> None:
+    with pytest.raises(
+        ConfigError, match=r"(?s)^1 problem in .*for a new run with it: python -m launch --config-path"
+    ) as caught:
+        prepare(run.root, ["seed=3"])
+
+    assert len(caught.value.problems) == 1
+
+
 @pytest.mark.parametrize(("phase", "state"), [("", "pending"), ("requeued", "requeued")])
 def test_a_run_that_waits_in_the_queue_is_not_resumed(
     run: RunDir, phase: str, state: str, slurm_in_memory: FakeSlurm

@@ -68,6 +68,18 @@ def test_a_state_that_was_deleted_is_missed_because_its_events_are_there(tmp_pat
     assert "attempts/0/state.json (missing)" in found.damage
 
 
+@pytest.mark.parametrize("name", ["attempts/0/state.json", "attempts"])
+def test_a_run_whose_last_word_was_taken_away_is_not_said_to_have_left_none(tmp_path: Path, name: str) -> None:
+    run = made(tmp_path / "run", "succeeded")
+    trained(run, 3)
+    take_away(run, name)
+
+    found = tell_one(run.root)
+
+    assert (found.state, found.was) == ("half-deleted", "")
+    assert found.why == "the record that would say how it ended is not there"
+
+
 def test_weights_that_the_newest_version_needs_are_missed(tmp_path: Path) -> None:
     run = made(tmp_path / "run", "succeeded")
     trained(run, 3)

@@ -174,6 +174,18 @@ def test_a_vanished_run_shows_the_last_lines_of_its_supervisor(tmp_path: Path, s
     assert "| slurmstepd: error: could not open the log" in words
 
 
+def test_the_log_of_a_job_that_never_started_is_not_offered(tmp_path: Path, slurm_in_memory: FakeSlurm) -> None:
+    run = made(tmp_path / "run")
+    run.write(run.cancel_json, {"checkpoint": False, "by": "ada@login1"})
+    slurm_in_memory.jobs[41] = Job("CANCELLED")
+
+    words = shown(run)
+
+    assert "before it started" in words
+    assert "launch.logs" not in words
+    assert "--config-path" in words
+
+
 def test_a_half_deleted_run_names_what_is_missing(tmp_path: Path) -> None:
     run = made(tmp_path / "run", "succeeded")
     take_away(run, "weights", "plan.json")

@@ -47,7 +47,9 @@ def _locked(answers: dict[str, Report], evidence: Evidence) -> Finding:
     limited = any(facts["memlock"][1] != INFINITE for facts in answers.values())
     if limited and evidence.asking.count:
         return note(
-            "locked memory", f"at most {seen}", "rely on it for NCCL over InfiniBand, which wants unlimited (ulimit -l)"
+            "locked memory",
+            f"at most {seen}",
+            "not raise it; NCCL over InfiniBand wants unlimited: ask for that (ulimit -l, PropagateResourceLimits)",
         )
     return ok("locked memory", seen, "need it only for NCCL over InfiniBand")
 
