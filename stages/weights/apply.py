@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +12,19 @@ from stages.rundir import RunDir
 from stages.weights.records import Loaded, Nack, Prepared, RefreshRequest
 
 _REQUEST_NAME = re.compile(r"^v(\d{6,})\.json$")
+REREAD_S = 5.0
+"""A record is read again after so long, whatever its inode number: ext4 hands out the number of a file that was just replaced,
+so a request that was written anew twice between two looks may bear its old one.
+"""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """`request` is None for one that is not to this instance; `read_s` is on the clock of `Requests`."""
+
+    inode: int
+    request: RefreshRequest | None
+    read_s: float
 
 
 @dataclass
@@ -19,7 +33,8 @@ class Requests:
 
     run: RunDir
     instance: str
-    _seen: dict[int, tuple[int, RefreshRequest | None]] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
+    _seen: dict[int, _Seen] = field(default_factory=dict)
 
     def newest(self, newer_than: int) -> RefreshRequest | None:
         """The newest request of this attempt for a version above `newer_than` that names this instance; None when there is none.
@@ -39,16 +54,16 @@ class Requests:
         return None
 
     def _read(self, version: int, inode: int) -> RefreshRequest | None:
-        seen = self._seen.get(version)
-        if seen is not None and inode and seen[0] == inode:
-            return seen[1]
+        seen, now_s = self._seen.get(version), self.clock()
+        if seen is not None and inode and seen.inode == inode and now_s < seen.read_s + REREAD_S:
+            return seen.request
         read, record = self.run.read_inode(self.run.request_json(version))
         request = None
         if record is not None:
             request = RefreshRequest.from_record(record, f"request for version {version}")
             if request.version != version or self.instance not in request.instances:
                 request = None
-        self._seen[version] = (read, request)
+        self._seen[version] = _Seen(read, request, now_s)
         return request
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from stages.rundir import RunDir
-from stages.weights.apply import Requests, pending_request, write_loaded, write_nack
+from stages.weights.apply import REREAD_S, Requests, pending_request, write_loaded, write_nack
 from stages.weights.errors import RecordError
 from stages.weights.instances import InstanceStatus, read_status, read_statuses
 from stages.weights.records import Nack, RefreshRequest
@@ -49,6 +50,27 @@ def test_the_newest_request_is_taken_and_older_ones_are_skipped(run: RunDir) -> 
 
     assert request is not None
     assert request.version == 2
+
+
+def test_a_request_that_was_written_anew_under_its_old_inode_number_is_found_a_little_later(run: RunDir) -> None:
+    now_s = [0.0]
+    requests = Requests(run, "rollout_000", clock=lambda: now_s[0])
+    ask(run, 2)
+    first = requests.newest(-1)
+    assert first is not None
+    inode = run.request_json(2).stat().st_ino
+    with run.request_json(2).open("r+") as handle:  # in place, as a new file with a number that was used before
+        record = json.loads(handle.read())
+        handle.seek(0)
+        json.dump({**record, "retries": {"rollout_000": 1}}, handle)
+        handle.truncate()
+    assert run.request_json(2).stat().st_ino == inode
+
+    now_s[0] = REREAD_S
+    again = requests.newest(-1)
+
+    assert again is not None
+    assert (first.retries, again.retries) == ({}, {"rollout_000": 1})
 
 
 def test_a_request_is_read_once_and_again_when_it_was_written_anew(
