@@ -31,7 +31,8 @@ def _place(run_id: str) -> Path:
 
 
 def remove_node_folder(run_id: str) -> None:
-    """Remove the run's folder with all that killed instances left in it; for when none of them runs here any more."""
+    """Remove the run's folders with all that killed instances left in them; for when none of them runs here any more."""
+    leave_memory_folder(run_id)
     shutil.rmtree(_place(run_id), ignore_errors=True)
 
 

@@ -18,6 +18,7 @@ import torch
 from stages.files import WaitTimeoutError, wait_for
 from stages.rollout import memory_folder
 from stages.rollout.memory_folder import joined_memory_folder, leave_memory_folder, sweep_memory_folders
+from stages.rollout.node_folder import remove_node_folder
 from stages.rollout.staging import SegmentLayout, Staging
 
 LAYOUT = SegmentLayout.of({"a": ("F32", (3, 5)), "b": ("BF16", (7,)), "scalar": ("F32", ())})
@@ -239,6 +240,24 @@ def test_leaving_and_joining_at_the_same_time_never_leaves_a_member_without_its_
             enough.set()
         for leaver in leavers:
             leaver.result()
+
+
+def test_the_sweep_of_a_dead_run_takes_its_memory_along(shm: Path) -> None:
+    os.close(joined_memory_folder("dead").users_fd)  # as the kernel does for a process that was killed
+    assert any(shm.iterdir())
+
+    remove_node_folder("dead")
+
+    assert list(shm.iterdir()) == []
+
+
+def test_the_sweep_of_a_run_leaves_memory_that_somebody_holds(shm: Path) -> None:
+    joined = joined_memory_folder("alive")
+
+    remove_node_folder("alive")
+
+    assert joined.path.is_dir()
+    os.close(joined.users_fd)
 
 
 def test_a_folder_of_somebody_else_is_not_joined(shm: Path) -> None:
