@@ -14,12 +14,13 @@ import pytest
 
 from conf.schema import LibraConfig
 from planner.plan import InstancePlacement, Plan, RolloutLayout, TrainLayout
-from stages.context import StageContext
+from stages.context import StageContext, StoppedError
 from stages.files import read_json, wait_for
 from stages.rollout import server_process
 from stages.rollout.command import ServerCommand, server_command
 from stages.rollout.orphans import marked_pids
 from stages.rollout.server_process import ServerProcess
+from stages.rollout.stage import run
 from stages.rundir import RunDir
 from stages.weights.records import RefreshRequest
 from traces.recorder import Recorder
@@ -106,6 +107,18 @@ def when_ready(context: StageContext, body: Callable[[], None]) -> None:
         body()
 
     meanwhile(context, later)
+
+
+def live_until(context: StageContext, body: Callable[[], None], stage: Callable[[StageContext], object] = run) -> None:
+    """The whole life of an instance: `body` happens once it is ready, then it is asked to stop, and does."""
+
+    def last() -> None:
+        body()
+        context.stop.set()
+
+    when_ready(context, last)
+    with pytest.raises(StoppedError):
+        stage(context)
 
 
 def request(context: StageContext, version: int, *, is_visible: bool = True, **changes: Any) -> None:

@@ -18,11 +18,11 @@ from conf.pending import pending
 SECRET = "gradient_server_authkey"
 """Never shown: the key of its gradient servers."""
 NOTHING_GIVEN = "null gives nothing; the published default counts"
-HARDWARE_TODO = (
+CHOOSE_HARDWARE = (
     "hardware: the input does not describe the GPUs; hardware=... chooses a shipped file (h100_80g is the default)"
 )
-MODEL_TODO = "model_path: the input has none"
-TASK_TODO = (
+CHOOSE_MODEL = "model_path: the input has none"
+CHOOSE_TASK = (
     "task: the published run took dataset_name={name!r}; until you choose one with task=..., the default task of"
     " conf/config.yaml is trained"
 )
@@ -131,10 +131,10 @@ def _defaults(view: Published) -> Iterator[Entry]:
 
 def _general_todo(view: Published) -> Iterator[str]:
     if not view["model_path"]:
-        yield MODEL_TODO
-    yield TASK_TODO.format(name=view["dataset_name"])
+        yield CHOOSE_MODEL
+    yield CHOOSE_TASK.format(name=view["dataset_name"])
     if not any(name.startswith("hardware.") for name in view.given):
-        yield HARDWARE_TODO
+        yield CHOOSE_HARDWARE
 
 
 def _nearest(name: str) -> str:

@@ -57,10 +57,8 @@ class Follower:
 
     def __post_init__(self) -> None:
         self._requests = Requests(self.context.run, self.context.name)
-        self._handled = (
-            self.registration.status.version,
-            math.inf,
-        )  # one that it was started with is not asked for again
+        # The version that it was started with is not asked for again.
+        self._handled = (self.registration.status.version, math.inf)
 
     def step(self) -> bool:
         """Look once; False when there was nothing to do."""

@@ -29,6 +29,7 @@ from stages.rundir import FencedError
 from tests.rollout_agent_kit import (
     awaited,
     fake_servers,
+    live_until,
     make_context,
     meanwhile,
     status,
@@ -56,11 +57,8 @@ def test_an_instance_registers_beats_and_stops_when_asked(context: StageContext)
     def watch() -> None:
         seen.append(status(context))
         awaited("a heartbeat", lambda: status(context)["heartbeat"] > seen[0]["heartbeat"] + 2)
-        context.stop.set()
 
-    when_ready(context, watch)
-    with pytest.raises(StoppedError):
-        run(context)
+    live_until(context, watch)
 
     assert seen[0]["base_url"].startswith("http://127.0.0.1:")
     assert (seen[0]["version"], seen[0]["manifest_digest"], seen[0]["agent_pid"]) == (-1, "", os.getpid())
@@ -250,8 +248,5 @@ def test_a_server_that_obeys_a_common_stop_before_its_agent_did_not_die(
     def stop_both() -> None:
         os.kill(status(context)["server_pid"], signal.SIGTERM)
         awaited("the end of the server", lambda: not Path(f"/proc/{status(context)['server_pid']}/exe").exists())
-        context.stop.set()
 
-    when_ready(context, stop_both)
-    with pytest.raises(StoppedError):
-        run(context)
+    live_until(context, stop_both)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stages.context import StageContext, StoppedError
+from stages.context import StageContext
 from stages.desired import DesiredState, StepSpec, write_desired
 from stages.files import read_json
 from stages.rollout.errors import RefusedAgainError
@@ -22,6 +22,7 @@ from tests.rollout_agent_kit import (
     ack,
     awaited,
     fake_servers,
+    live_until,
     make_context,
     request,
     status,
@@ -68,11 +69,8 @@ def test_one_that_refused_tries_again_when_it_is_asked_again(
         with_retry(context, 3, "nack", 0)
         request(context, 3, retries={NAME: 1})
         with_retry(context, 3, "nack", 1)
-        context.stop.set()
 
-    when_ready(context, refresh)
-    with pytest.raises(StoppedError):
-        run(context)
+    live_until(context, refresh)
 
     assert orders(context, "prepare") == 2
 
@@ -84,11 +82,8 @@ def test_a_request_that_is_written_anew_for_others_changes_nothing(context: Stag
         request(context, 3, instances=(NAME, "rollout_001"), retries={"rollout_001": 1})
         request(context, 4)
         ack(context, 4, "loaded")
-        context.stop.set()
 
-    when_ready(context, refresh)
-    with pytest.raises(StoppedError):
-        run(context)
+    live_until(context, refresh)
 
     assert orders(context, "commit") == 2
 
@@ -100,11 +95,8 @@ def test_one_that_has_proved_the_version_only_repeats_its_answers(context: Stage
         context.run.ack_json(3, NAME, "loaded").unlink()  # say that it was lost
         request(context, 3, retries={NAME: 1})
         ack(context, 3, "loaded")
-        context.stop.set()
 
-    when_ready(context, refresh)
-    with pytest.raises(StoppedError):
-        run(context)
+    live_until(context, refresh)
 
     assert orders(context, "commit") == 1
 
@@ -137,11 +129,8 @@ def test_a_version_that_this_host_does_not_see_in_time_is_refused(context: Stage
         request(context, 4, digest="0" * 32, deadline_s=0.2, is_visible=False)
         ack(context, 4, "nack")
         awaited("readiness", lambda: status(context)["state"] == "ready")
-        context.stop.set()
 
-    when_ready(context, refresh)
-    with pytest.raises(StoppedError):
-        run(context)
+    live_until(context, refresh)
 
     nack = ack(context, 4, "nack")
     assert (nack["phase"], nack["serving_version"]) == ("prepare", 3)
@@ -153,11 +142,8 @@ def test_a_version_is_not_waited_for_when_a_newer_one_is_asked_for(context: Stag
         request(context, 3, is_visible=False)
         request(context, 4)
         ack(context, 4, "loaded")
-        context.stop.set()
 
-    when_ready(context, refresh)
-    with pytest.raises(StoppedError):
-        run(context)
+    live_until(context, refresh)
 
     assert read_json(context.run.ack_json(3, NAME, "nack")) is None
 
@@ -169,11 +155,8 @@ def test_one_whose_turn_on_the_node_does_not_come_refuses_and_goes_on(context: S
             ack(context, 2, "nack")
         request(context, 3, strategy="serial")
         ack(context, 3, "loaded")
-        context.stop.set()
 
-    when_ready(context, refresh)
-    with pytest.raises(StoppedError):
-        run(context)
+    live_until(context, refresh)
 
     nack = ack(context, 2, "nack")
     assert nack["phase"] == "commit"

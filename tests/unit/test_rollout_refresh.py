@@ -24,6 +24,7 @@ from tests.rollout_agent_kit import (
     ack,
     awaited,
     fake_servers,
+    live_until,
     make_context,
     request,
     status,
@@ -52,11 +53,8 @@ def test_a_request_is_prepared_committed_and_acknowledged(context: StageContext)
         request(context, 0)
         found.update({phase: ack(context, 0, phase) for phase in ("prepared", "loaded")})
         found["status"] = status(context)
-        context.stop.set()
 
-    when_ready(context, refresh)
-    with pytest.raises(StoppedError):
-        run(context)
+    live_until(context, refresh)
 
     loaded = found["loaded"]
     assert found["prepared"]["bytes"] == 123
@@ -81,11 +79,8 @@ def test_the_restart_method_replaces_the_process_and_the_registered_address(
         request(context, 4, method="restart", strategy="serial")
         found["loaded"] = ack(context, 4, "loaded")
         found["after"] = status(context)
-        context.stop.set()
 
-    when_ready(context, refresh)
-    with pytest.raises(StoppedError):
-        run(context)
+    live_until(context, refresh)
 
     log = (context.run.logs / f"{NAME}.server.log").read_text()
     assert f"starts from {context.run.weights_version(4)}" in log
@@ -112,11 +107,8 @@ def test_only_the_serial_strategy_waits_for_its_turn_on_the_node(
                 ack(context, 2, "loaded")
             found["early"] = read_json(context.run.ack_json(2, NAME, "loaded"))
         found["loaded"] = ack(context, 2, "loaded")
-        context.stop.set()
 
-    when_ready(context, refresh)
-    with pytest.raises(StoppedError):
-        run(context)
+    live_until(context, refresh)
 
     assert (found["early"] is None) is waits
     assert (found["loaded"]["lock_wait_s"] > 0.0) is waits
@@ -126,11 +118,8 @@ def test_a_version_is_leased_before_it_is_read(context: StageContext) -> None:
     def refresh() -> None:
         request(context, 3)
         ack(context, 3, "loaded")
-        context.stop.set()
 
-    when_ready(context, refresh)
-    with pytest.raises(StoppedError):
-        run(context)
+    live_until(context, refresh)
 
     assert "leases at prepare [3]" in (context.run.logs / f"{NAME}.server.log").read_text()
     assert status(context)["leases"] == []
@@ -148,11 +137,8 @@ def test_a_refused_preparation_is_a_nack_and_the_instance_goes_on(
         found["nack"] = ack(context, 3, "nack")
         awaited("readiness", lambda: status(context)["state"] == "ready")
         found["status"] = status(context)
-        context.stop.set()
 
-    when_ready(context, refresh)
-    with pytest.raises(StoppedError):
-        run(context)
+    live_until(context, refresh)
 
     nack = found["nack"]
     assert (nack["phase"], nack["tensor"], nack["serving_version"]) == ("prepare", "a.b", 2)
@@ -186,11 +172,8 @@ def test_a_request_for_other_instances_is_left_alone(context: StageContext) -> N
         request(context, 1, instances=("rollout_001",))
         request(context, 0)
         ack(context, 0, "loaded")
-        context.stop.set()
 
-    when_ready(context, refresh)
-    with pytest.raises(StoppedError):
-        run(context)
+    live_until(context, refresh)
 
     assert read_json(context.run.ack_json(1, NAME, "loaded")) is None
 
@@ -205,11 +188,8 @@ def test_alone_it_serves_and_proves_the_newest_published_version(context: StageC
 
     def look() -> None:
         found.append(status(context))
-        context.stop.set()
 
-    when_ready(context, look)
-    with pytest.raises(StoppedError):
-        run_alone(context)
+    live_until(context, look, run_alone)
 
     log = (context.run.logs / f"{NAME}.server.log").read_text()
     assert f"starts from {context.run.weights_version(7)}" in log
