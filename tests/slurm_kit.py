@@ -140,9 +140,18 @@ def slurm_runs(folder: Path, slurm_conf: Path) -> Iterator[Start]:
         set_nodes("RESUME")
         for job in jobs():
             slurm.cancel_job(job)
-        until(lambda: not jobs(), 30.0, "the end of the cancelled jobs")
+        await_no_jobs()
     for run in made:
         run.held.assert_gone(slurm_conf)
+
+
+def await_no_jobs(deadline_s: float = 30.0) -> None:
+    """Fails the test with what Slurm shows of the jobs, their steps and the nodes when one does not end."""
+    try:
+        until(lambda: not jobs(), deadline_s, "the end of the cancelled jobs")
+    except AssertionError as late:
+        asked = (["squeue"], ["squeue", "-s"], ["sinfo", "-N", "-l"])
+        raise AssertionError("\n".join([str(late), *(slurm.command(words) for words in asked)])) from None
 
 
 def jobs() -> list[int]:

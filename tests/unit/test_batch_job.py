@@ -78,6 +78,22 @@ def test_the_leaders_record_counts_and_its_first_words(fake: FakeSlurm) -> None:
     assert (facts.end, facts.restarts, facts.preempted) == (END, 0, None)
 
 
+@pytest.mark.parametrize(
+    "state, is_ending",
+    [("RUNNING", False), ("COMPLETING", True), ("CANCELLED", True), ("NODE_FAIL", True), ("SUSPENDED", False)],
+)
+def test_a_job_is_being_ended_from_completing_on(fake: FakeSlurm, run: RunDir, state: str, is_ending: bool) -> None:
+    fake.answers["show"] = RUNNING.replace("UserId=me(1)", f"UserId=me(1) JobState={state}")
+
+    assert job(run).is_ending() is is_ending
+
+
+def test_a_slurm_that_does_not_answer_ends_no_job(fake: FakeSlurm, run: RunDir) -> None:
+    fake.answers["show"] = slurm.SlurmCommandError("scontrol did not answer within 3 s")
+
+    assert not job(run).is_ending()
+
+
 def test_text_that_is_no_job_is_none() -> None:
     assert parse_facts("slurm_load_jobs error: Invalid job id specified\n") is None
 
