@@ -33,7 +33,7 @@ from launch.verdict import Cause
 from stages.desired import read_desired
 from stages.entry import run_stage
 from stages.process import PRIVATE_UMASK, die_with_parent
-from stages.rollout.node_folder import remove_node_folder
+from stages.rollout.node_folder import remove_node_folder, sweep_node_folders
 from stages.rundir import RunDir
 
 
@@ -50,6 +50,7 @@ def supervise(run_dir: str, attempt: int, entry: Entry = run_stage, reason: str 
     if place.cluster == "local":
         # TERM, not KILL: the launcher's death is recorded and the steps are stopped in order.
         die_with_parent(int(place.job_id), signal.SIGTERM)
+    sweep_node_folders()
     base = RunDir.open(Path(run_dir), writer="supervisor", attempt=attempt)
     config = load(base.config_yaml)
     restarts = restart_count(os.environ) if place.cluster == "slurm" else 0

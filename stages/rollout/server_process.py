@@ -154,6 +154,13 @@ class ServerProcess:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
+def clear_scratch(run_id: str, instance: str) -> None:
+    """Remove from the node's folder what killed servers of this instance left there, in this attempt or an earlier one."""
+    for scratch in node_folder(run_id).glob(f"{instance}-*"):
+        if not marked_pids(scratch.name):
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
 def _kill(pid: int) -> None:
     try:
         os.kill(pid, signal.SIGKILL)
