@@ -177,7 +177,11 @@ class BatchJob(Job):
 
     def hand_over(self) -> None:
         if self._chained is not None:
-            self._chained.start_attempt()
+            try:
+                self._chained.start_attempt()
+            except slurm.SlurmCommandError as error:
+                job_id = self._chained.job_id
+                print(f"warning: job {job_id} is held; run: scontrol release {job_id} ({error})", flush=True)
             return
         hosts = ",".join(self._excluded())
         if hosts:

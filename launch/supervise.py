@@ -113,7 +113,8 @@ def make_job(run: RunDir, config: LibraConfig, place: submitit.JobEnvironment, r
         return Job(place.job_id)
 
     def chained() -> Chained:
-        return chain(run, config, place.job_id, supervise, entry, sorted(excluded_nodes(run)))
+        in_shell = (run.read(run.submission_json) or {}).get("mode") == "allocation"
+        return chain(run, config, place.job_id, supervise, entry, sorted(excluded_nodes(run)), is_held=in_shell)
 
     def excluded() -> list[str]:
         """One list for all components of the job that is run again; empty when nothing has to be added."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from launch import slurm
 from stages.rundir import RunDir
 from tests.fake_launch import make_model
 from tests.fake_runs import await_ready, go, processes_of, state, until
+from tests.slurm_kit import await_no_jobs, jobs, set_nodes
 
 pytestmark = pytest.mark.slurm
 
@@ -183,6 +185,43 @@ def test_a_job_whose_limit_is_near_goes_on_with_its_own_run_when_slurm_runs_it_a
     assert len(list(job.root.parent.iterdir())) == 1, "one run directory"
 
 
+def test_a_script_that_names_no_run_goes_on_with_its_own_when_slurm_runs_it_again_after_a_lost_node(
+    tmp_path: Path, slurm_conf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_BEHAVIOURS", json.dumps({"trainer": {"do": "train"}}))
+    words = [sys.executable, "-u", "-m", "tests.fake_launch", *make_model(tmp_path / "model")]
+    script = tmp_path / "mine.sbatch"
+    script.write_text(f"#!/bin/bash\nexport PYTHONPATH={Path.cwd()}\nexec {shlex.join(words)}\n")
+    options = ["--requeue", "--nodes=2", "--gpus-per-node=2", *NODE]
+    said = subprocess.run(
+        ["sbatch", "--parsable", *options, str(script)], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    job_id = int(said.stdout)
+    runs = tmp_path / "runs"
+    try:
+        until(lambda: list(runs.glob("*/fake.json")), START_S, "a run directory")
+        run = RunDir.open(next(runs.iterdir()), writer="test")
+        await_ready(run, SHARED, START_S)
+        (lost,) = state(run)["steps"]["rollout_001"]["hosts"]
+
+        set_nodes("DOWN", lost)
+        until(lambda: state(run).get("phase") == "requeued", LIMIT_S, "the word of the first attempt")
+        set_nodes("RESUME")
+        later = RunDir(run.root, run.run_id, 1, "test")
+        until(lambda: state(later).get("phase") == "running", 180.0, "the next attempt")
+        until(lambda: "from.1" in os.listdir(run.root / "ready"), 60.0, "its trainer")
+        go(run)
+
+        until(lambda: slurm.fold(slurm.query(job_id)).phase.is_over, 60.0, "the end of the job")
+        assert state(later)["phase"] == "succeeded"
+        assert [path.name for path in runs.iterdir()] == [run.root.name]
+        until(lambda: not processes_of(run), LIMIT_S, "the end of all processes")
+    finally:
+        set_nodes("RESUME")
+        slurm.cancel_job(job_id)
+        until(lambda: slurm.fold(slurm.query(job_id)).phase.is_over, 30.0, "the cancelled job")
+
+
 def test_the_wrapper_that_submits_leaves_a_job_of_its_own(start: Start, tmp_path: Path) -> None:
     """Nested: the run's job inherits nothing of the small one that submitted it."""
     run_dir = tmp_path / "first light" / "own"
@@ -260,3 +299,40 @@ def test_ending_the_launcher_in_salloc_ends_the_run_and_not_the_shell(tmp_path: 
     assert "ended 143" in said
     assert "usable" in said
     until(lambda: not processes_of(run), LIMIT_S, "the end of all processes")
+
+
+@pytest.mark.parametrize(
+    ("how", "phase"), [("", "failed"), ("slurm.requeue=requeue", "failed"), ("slurm.requeue=chain", "requeued")]
+)
+def test_a_run_in_salloc_that_loses_a_node_is_requeued_only_where_another_job_follows(
+    tmp_path: Path, slurm_conf: Path, monkeypatch: pytest.MonkeyPatch, how: str, phase: str
+) -> None:
+    """Slurm does not run the shell of somebody again."""
+    monkeypatch.setenv("FAKE_BEHAVIOURS", json.dumps({"trainer": {"do": "train"}}))
+    run_dir = tmp_path / "run"
+    words = [*make_model(tmp_path / "model"), f"launch.run_dir={run_dir}", *filter(None, [how])]
+    shell = salloc(tmp_path, words)
+    until(lambda: (run_dir / "fake.json").exists(), START_S, "the run directory")
+    run = RunDir.open(run_dir, writer="test")
+    await_ready(run, SHARED, START_S)
+    (lost,) = state(run)["steps"]["rollout_001"]["hosts"]
+
+    try:
+        set_nodes("DOWN", lost)
+        shell.wait(LIMIT_S)
+        following = state(run).get("next")
+
+        assert (state(run)["phase"], state(run)["stop"]["kind"]) == (phase, "node_failure")
+        if phase == "requeued":
+            assert [str(job) for job in jobs()] == [following["job_id"]]
+            later = RunDir(run.root, run.run_id, 1, "test")
+            until(lambda: state(later).get("phase") == "running", START_S, "the attempt of the job that follows")
+            go(run)
+            until(lambda: state(later).get("phase") == "succeeded", START_S, "its end")
+        assert not jobs() or phase == "requeued"
+        until(lambda: not processes_of(run), LIMIT_S, "the end of all processes")
+    finally:
+        set_nodes("RESUME")
+        for job in jobs():
+            slurm.cancel_job(job)
+        await_no_jobs()

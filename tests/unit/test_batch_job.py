@@ -225,6 +225,37 @@ def test_where_requeueing_is_refused_a_job_follows(fake: FakeSlurm, run: RunDir)
     assert run.newest_attempt() == 1
 
 
+def test_a_held_job_may_start_once_its_folder_has_its_name(
+    fake: FakeSlurm, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, later = run.root / "attempts" / ".next", run.root / "attempts" / "1"
+    folder.mkdir()
+    seen: list[tuple[list[str], bool]] = []
+    monkeypatch.setattr(
+        slurm, "command", lambda words, timeout_s=10.0: seen.append((list(words), later.exists())) or ""
+    )
+    found = job(run, how="chain", chain=lambda: Chained("52", folder, later, is_held=True))
+    found.go_on(LIMIT)
+
+    found.hand_over()
+
+    assert seen == [(["scontrol", "release", "52"], True)]
+
+
+def test_a_held_job_that_cannot_be_released_is_said(
+    fake: FakeSlurm, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.answers["release"] = slurm.SlurmCommandError("scontrol did not answer within 60 s")
+    folder = run.root / "attempts" / ".next"
+    folder.mkdir()
+    found = job(run, how="chain", chain=lambda: Chained("52", folder, run.root / "attempts" / "1", is_held=True))
+    found.go_on(LIMIT)
+
+    found.hand_over()
+
+    assert "job 52 is held; run: scontrol release 52 (scontrol did not answer within 60 s)" in capsys.readouterr().out
+
+
 def test_a_chain_does_not_try_to_requeue(fake: FakeSlurm, run: RunDir) -> None:
     with pytest.raises(RestartRefusedError, match="no job could be submitted: sbatch failed"):
         job(run, how="chain").go_on(LIMIT)
