@@ -56,6 +56,8 @@ class SlurmRun:
         self.tasks += [f"trainer.{rank}" for rank in range(1, plan.train.gpus)]
         self.pids = await_ready(self.run, self.tasks)
         self.held = Belongings.of(self.run)
+        instances = [name for name in self.tasks if name.startswith("rollout")]
+        assert len(self.held.shared) == len(instances) <= len(self.held.ports), "what may be left was seen to be there"
 
     def end(self) -> tuple[str, str]:
         """The run's last word, once its job is over and no process of it is left."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from stages.files import WaitTimeoutError
 from stages.process import environments
 from stages.rollout.errors import RolloutError
+from stages.rollout.shared_memory import remove_shared_memory
 
 _MAX_SOCKET_FOLDER_LENGTH = 50  # a Unix socket's path has at most 107 characters; vLLM appends up to 37, we up to 20
 _LOCK_POLL_S = 0.02
@@ -78,6 +79,13 @@ def leave_node_folder(run_id: str) -> None:
     _release(folder)
     if _is_ours(folder):
         _remove_unheld(folder)
+
+
+def remove_scratch(scratch: Path) -> None:
+    """What a server that runs no more had here, and the shared memory that it left."""
+    if scratch.is_dir():
+        remove_shared_memory(scratch)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def sweep_node_folders() -> list[Path]:
@@ -176,6 +184,8 @@ def _remove_unheld(folder: Path) -> bool:
         if _is_at(fd, folder / _HELD):
             gone = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
             folder.rename(gone)
+            for scratch in gone.iterdir():
+                remove_scratch(scratch)
             shutil.rmtree(gone, ignore_errors=True)
         return True
     finally:

@@ -320,7 +320,7 @@ def test_a_run_in_salloc_that_loses_a_node_is_requeued_only_where_another_job_fo
     try:
         set_nodes("DOWN", lost)
         shell.wait(LIMIT_S)
-        following = state(run).get("next")
+        following: dict[str, Any] = state(run).get("next") or {}
 
         assert (state(run)["phase"], state(run)["stop"]["kind"]) == (phase, "node_failure")
         if phase == "requeued":

@@ -131,7 +131,7 @@ def test_a_killed_supervisor_takes_every_step_along(local: Start) -> None:
 def test_what_an_instance_left_on_the_node_goes_with_the_run(local: Start, victim: str) -> None:
     run = local(SERVING)
     left = node_folder_path(run.run.run_id) / "rollout_000-1234"
-    left.parent.mkdir(mode=0o700)
+    left.parent.mkdir(mode=0o700, exist_ok=True)
     left.mkdir()
     (left / "socket").touch()
 

@@ -231,9 +231,12 @@ def test_a_held_job_may_start_once_its_folder_has_its_name(
     folder, later = run.root / "attempts" / ".next", run.root / "attempts" / "1"
     folder.mkdir()
     seen: list[tuple[list[str], bool]] = []
-    monkeypatch.setattr(
-        slurm, "command", lambda words, timeout_s=10.0: seen.append((list(words), later.exists())) or ""
-    )
+
+    def command(words: list[str], timeout_s: float = 10.0) -> str:
+        seen.append((list(words), later.exists()))
+        return ""
+
+    monkeypatch.setattr(slurm, "command", command)
     found = job(run, how="chain", chain=lambda: Chained("52", folder, later, is_held=True))
     found.go_on(LIMIT)
 
