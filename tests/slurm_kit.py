@@ -131,9 +131,7 @@ def slurm_runs(folder: Path, slurm_conf: Path) -> Iterator[Start]:
         config: LibraConfig | None = None,
     ) -> SlurmRun:
         plan = plan or fake_plan("hetjob", train_gpus=2)
-        made.append(
-            SlurmRun(folder / f"first light{len(made) or ''}", plan, behaviours or {}, config or slurm_config())
-        )
+        made.append(SlurmRun(folder / f"light {len(made)}", plan, behaviours or {}, config or slurm_config()))
         return made[-1]
 
     try:

@@ -71,6 +71,8 @@ def remove_node_folder(run_id: str) -> None:
     end_s = time.monotonic() + _LAST_OUT_S
     while _is_ours(folder) and not _remove_unheld(folder) and time.monotonic() < end_s:
         time.sleep(_LOCK_POLL_S)
+    for begun in filter(_is_ours, folder.parent.glob(f"{folder.name}.*")):
+        _remove_unheld(begun)  # by an instance that was killed over it
 
 
 def leave_node_folder(run_id: str) -> None:

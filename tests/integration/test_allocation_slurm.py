@@ -23,6 +23,7 @@ from launch import slurm
 from stages.rundir import RunDir
 from tests.fake_launch import make_model
 from tests.fake_runs import await_ready, go, processes_of, state, until
+from tests.leftovers import Belongings
 from tests.slurm_kit import await_no_jobs, jobs, set_nodes
 
 pytestmark = pytest.mark.slurm
@@ -56,6 +57,7 @@ class WrapperJob:
         self.job_id = int(done.stdout)
         self.log_file = folder / f"libra-{self.job_id}.log"
         self.root = folder / "runs" / f"{NAME}-{self.job_id}"
+        self.held: Belongings | None = None
 
     @property
     def log(self) -> str:
@@ -70,7 +72,9 @@ class WrapperJob:
 
     def ready(self, tasks: Sequence[str]) -> dict[str, int]:
         until(lambda: (self.root / "fake.json").exists(), START_S, f"a run directory of job {self.job_id}:\n{self.log}")
-        return await_ready(self.run, tasks, START_S)
+        pids = await_ready(self.run, tasks, START_S)
+        self.held = Belongings.of(self.run)
+        return pids
 
     def verdict(self) -> tuple[str, str]:
         """(state, exit code) of the job once it is over, and nothing of its run is left."""
@@ -108,6 +112,8 @@ def start(tmp_path: Path, slurm_conf: Path) -> Iterator[Start]:
     for job in made:
         slurm.cancel_job(job.job_id)
         until(lambda job=job: slurm.fold(slurm.query(job.job_id)).phase.is_over, 30.0, "the cancelled job")  # type: ignore[misc]
+        if job.held is not None:
+            job.held.assert_gone(slurm_conf)
 
 
 def test_a_run_takes_the_nodes_of_the_job_that_the_wrapper_asked_for(start: Start) -> None:
@@ -202,6 +208,7 @@ def test_a_script_that_names_no_run_goes_on_with_its_own_when_slurm_runs_it_agai
         until(lambda: list(runs.glob("*/fake.json")), START_S, "a run directory")
         run = RunDir.open(next(runs.iterdir()), writer="test")
         await_ready(run, SHARED, START_S)
+        held = Belongings.of(run)
         (lost,) = state(run)["steps"]["rollout_001"]["hosts"]
 
         set_nodes("DOWN", lost)
@@ -215,7 +222,7 @@ def test_a_script_that_names_no_run_goes_on_with_its_own_when_slurm_runs_it_agai
         until(lambda: slurm.fold(slurm.query(job_id)).phase.is_over, 60.0, "the end of the job")
         assert state(later)["phase"] == "succeeded"
         assert [path.name for path in runs.iterdir()] == [run.root.name]
-        until(lambda: not processes_of(run), LIMIT_S, "the end of all processes")
+        held.assert_gone(slurm_conf)
     finally:
         set_nodes("RESUME")
         slurm.cancel_job(job_id)
@@ -261,6 +268,7 @@ def test_a_run_in_salloc_is_the_shells_and_ends_with_it(tmp_path: Path, slurm_co
     until(lambda: (run_dir / "fake.json").exists(), START_S, "the run directory")
     run = RunDir.open(run_dir, writer="test")
     await_ready(run, SHARED, START_S)
+    held = Belongings.of(run)
     record = run.read(run.submission_json) or {}
     mine = f"{sys.executable} -m tests.fake_launch"
     launcher = next(int(pid) for pid, _, command in map(parts, processes_of(run)) if command.startswith(mine))
@@ -268,7 +276,7 @@ def test_a_run_in_salloc_is_the_shells_and_ends_with_it(tmp_path: Path, slurm_co
     os.kill(launcher, signal.SIGKILL)
 
     shell.wait(LIMIT_S)
-    until(lambda: not processes_of(run), LIMIT_S, "the end of all processes")
+    held.assert_gone(slurm_conf)
     assert record["mode"] == "allocation"
     assert state(run)["cause"]["message"].startswith("the launcher")
     assert load(run.config_yaml).slurm.requeue == "never"
@@ -291,6 +299,7 @@ def test_ending_the_launcher_in_salloc_ends_the_run_and_not_the_shell(tmp_path: 
     until(lambda: (run_dir / "fake.json").exists(), START_S, "the run directory")
     run = RunDir.open(run_dir, writer="test")
     await_ready(run, SHARED, START_S)
+    held = Belongings.of(run)
 
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
 
@@ -298,7 +307,7 @@ def test_ending_the_launcher_in_salloc_ends_the_run_and_not_the_shell(tmp_path: 
     said = (tmp_path / "out").read_text()
     assert "ended 143" in said
     assert "usable" in said
-    until(lambda: not processes_of(run), LIMIT_S, "the end of all processes")
+    held.assert_gone(slurm_conf)
 
 
 @pytest.mark.parametrize(
@@ -315,6 +324,7 @@ def test_a_run_in_salloc_that_loses_a_node_is_requeued_only_where_another_job_fo
     until(lambda: (run_dir / "fake.json").exists(), START_S, "the run directory")
     run = RunDir.open(run_dir, writer="test")
     await_ready(run, SHARED, START_S)
+    held = Belongings.of(run)
     (lost,) = state(run)["steps"]["rollout_001"]["hosts"]
 
     try:
@@ -323,16 +333,16 @@ def test_a_run_in_salloc_that_loses_a_node_is_requeued_only_where_another_job_fo
         following: dict[str, Any] = state(run).get("next") or {}
 
         assert (state(run)["phase"], state(run)["stop"]["kind"]) == (phase, "node_failure")
-        if phase == "requeued":
-            assert [str(job) for job in jobs()] == [following["job_id"]]
+        left = [int(following["job_id"])] if phase == "requeued" else []
+        until(lambda: jobs() == left, LIMIT_S, f"{left} to be all jobs")
+        if left:
             later = RunDir(run.root, run.run_id, 1, "test")
             until(lambda: state(later).get("phase") == "running", START_S, "the attempt of the job that follows")
             go(run)
             until(lambda: state(later).get("phase") == "succeeded", START_S, "its end")
-        assert not jobs() or phase == "requeued"
-        until(lambda: not processes_of(run), LIMIT_S, "the end of all processes")
     finally:
         set_nodes("RESUME")
         for job in jobs():
             slurm.cancel_job(job)
         await_no_jobs()
+    held.assert_gone(slurm_conf)

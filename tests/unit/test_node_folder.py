@@ -126,6 +126,17 @@ def test_the_end_of_a_run_does_not_take_the_folder_from_a_living_instance() -> N
         assert (node_folder_path("abc") / "rollout_000-12").exists()
 
 
+def test_a_removal_that_was_cut_short_is_finished_at_the_end_of_the_run() -> None:
+    folder = node_folder("abc")
+    (folder / "rollout_000-12").mkdir()
+    module._release(folder)
+    begun = folder.rename(folder.with_name(f"{folder.name}.0123abcd"))
+
+    remove_node_folder("abc")
+
+    assert not begun.exists()
+
+
 def test_a_process_that_ends_leaves_no_folder() -> None:
     code = "import sys, tempfile; tempfile.tempdir = sys.argv[1]; from stages.rollout import node_folder as m"
     code += "; m._MAX_SOCKET_FOLDER_LENGTH = 1000; assert m.node_folder('abc').exists()"
