@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -177,18 +178,19 @@ def test_the_next_run_on_the_node_removes_the_folder_of_a_killed_one_and_not_tha
 
 @pytest.mark.parametrize("age_s, is_swept", [(60.0, False), (DAY_S, True)])
 def test_a_folder_without_a_lock_is_swept_once_it_is_old(age_s: float, is_swept: bool) -> None:
-    folder = old("abc", age_s)
+    folder = old(secrets.token_hex(8), age_s)
 
     assert sweep_node_folders() == ([folder] if is_swept else [])
     assert folder.exists() is not is_swept
 
 
 def test_a_folder_without_a_lock_whose_run_lives_is_never_swept() -> None:
-    folder = old("0123456789abcdef", DAY_S)
-    instance = subprocess.Popen(["sleep", "60"], env={**os.environ, "LIBRA_STEP_ID": "0123456789abcdef.0.rollout_000/"})
+    run_id = secrets.token_hex(8)
+    folder = old(run_id, DAY_S)
+    instance = subprocess.Popen(["sleep", "60"], env={**os.environ, "LIBRA_STEP_ID": f"{run_id}.0.rollout_000/"})
 
     try:
-        until(lambda: b"0123456789abcdef" in Path(f"/proc/{instance.pid}/environ").read_bytes(), 10.0, "the instance")
+        until(lambda: run_id.encode() in Path(f"/proc/{instance.pid}/environ").read_bytes(), 10.0, "the instance")
         assert sweep_node_folders() == []
     finally:
         instance.kill()
