@@ -5,7 +5,8 @@ each, all on this machine), and in turn, so that a busy machine slows all of the
 
 - bare shell: `sbatch` of a script with the same components and as many `srun ... &` lines, whose tasks are `date`
 - bare Python: the same, whose tasks are a Python that imports what Libra's steps import
-- bare submitit: the same, whose tasks are `python -m submitit.core._submit` with a pickle, which is what Libra's steps are
+- bare submitit: the same, whose tasks are `python -m submitit.core._submit` with a pickle; those of Libra do the same without numpy
+  (`stages.start`)
 - Libra: `python -m launch`, whose stages only say that they have started (`benchmarks.starting`)
 
 "accepted" is from the start of the command to its end, with the job in the queue. "started" is from the first line of the job's

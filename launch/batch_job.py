@@ -17,6 +17,7 @@ from datetime import datetime
 from launch import slurm
 from launch.chain import Chained
 from launch.job import CANCELLED, Job, RestartRefusedError, Termination
+from launch.job_states import job_phase
 from launch.stops import Requeued, Stop
 from stages.rundir import RunDir
 
@@ -29,16 +30,25 @@ NODE_FAILURE = "DUE TO NODE FAILURE"
 TIME_LIMIT = "DUE TO TIME LIMIT"
 PREEMPTION = "DUE TO PREEMPTION"
 """slurmstepd's words in the job's own output, before it sends TERM."""
+COMPLETING = "COMPLETING"
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Of the leader. Times are of the wall clock, None when Slurm shows none. `restarts` as SLURM_RESTART_COUNT of the next run."""
+    """Of the leader. Times are of the wall clock, None when Slurm shows none. `restarts` as SLURM_RESTART_COUNT of the next run.
+
+    `state` is one word: COMPLETING from the order to end the job until its last process is gone, whatever comes after that.
+    """
 
     start: float | None
     end: float | None
     restarts: int
     preempted: float | None
+    state: str
+
+    @property
+    def is_ending(self) -> bool:
+        return self.state == COMPLETING or job_phase(self.state).is_over
 
 
 def parse_facts(text: str) -> JobFacts | None:
@@ -50,6 +60,7 @@ def parse_facts(text: str) -> JobFacts | None:
             _wall(values.get("EndTime", "")),
             int(restarts) if restarts.isdigit() else 0,
             _wall(values.get("PreemptTime", "")),
+            values.get("JobState", ""),
         )
     return None
 
@@ -129,6 +140,10 @@ class BatchJob(Job):
         # Not from EndTime: Slurm sets it to the present for a job that is cancelled.
         return Termination("time_limit") if TIME_LIMIT in said else CANCELLED
 
+    def is_ending(self) -> bool:
+        facts = self._ask(QUICK_S)
+        return facts is not None and facts.is_ending
+
     def _said_since_start(self) -> str:
         """The job's own output without that of its earlier runs, which ended for their own reasons."""
         try:
@@ -162,7 +177,11 @@ class BatchJob(Job):
 
     def hand_over(self) -> None:
         if self._chained is not None:
-            self._chained.start_attempt()
+            try:
+                self._chained.start_attempt()
+            except slurm.SlurmCommandError as error:
+                job_id = self._chained.job_id
+                print(f"warning: job {job_id} is held; run: scontrol release {job_id} ({error})", flush=True)
             return
         hosts = ",".join(self._excluded())
         if hosts:

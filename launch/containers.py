@@ -1,6 +1,6 @@
 """What stands around the Python of a step: a container, a wrapper, further options of srun. Pure.
 
-A step of Slurm is `srun OPTIONS EXTRA PREFIX python -u -m submitit.core._submit FOLDER`. pyxis and enroot live in EXTRA
+A step of Slurm is `srun OPTIONS EXTRA PREFIX python -u -m stages.start FOLDER`. pyxis and enroot live in EXTRA
 (`--container-image=...`), apptainer and everything else that ends in an exec in PREFIX. On one machine without Slurm there is
 PREFIX alone. Both may differ between trainer and rollout; the controller has a prefix of its own and the common EXTRA.
 """

@@ -19,7 +19,7 @@ from launch.runs import Folder
 from launch.truth import Truth
 from stages.checkpoint import available
 from stages.checkpoint.find import Checkpoint
-from stages.files import DamagedRecordError, list_names
+from stages.files import DamagedRecordError, names_if_any
 
 WINDOW_STEPS = 20
 TAIL_BYTES = 256 << 10
@@ -108,13 +108,13 @@ def counting_steps(records: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[st
 
 
 def tail_records(path: Path, most_bytes: int = TAIL_BYTES) -> Iterator[dict[str, Any]]:
-    """Whole lines at the end of a JSON-lines file; lines that are no objects are left out."""
+    """Whole lines at the end of a JSON-lines file; lines that are no objects are left out. None where it cannot be read."""
     try:
         with open(path, "rb") as handle:
             size = handle.seek(0, os.SEEK_END)
             handle.seek(max(0, size - most_bytes))
             data = handle.read()
-    except FileNotFoundError:
+    except OSError:
         return
     lines = data.split(b"\n")
     for line in lines[1 if size > most_bytes else 0 :]:
@@ -179,7 +179,7 @@ def instances(truth: Truth) -> list[Instance]:
     folder = truth.folder
     records = {
         name.removesuffix(".json"): folder.record(folder.run.instances / name)
-        for name in list_names(folder.run.instances)
+        for name in names_if_any(folder.run.instances)
     }
     watched = truth.beats.instances
     return [

@@ -46,6 +46,10 @@ class Job:
         """What the TERM means that has come. Never raises."""
         return CANCELLED
 
+    def is_ending(self) -> bool:
+        """Is somebody else ending the job, whose TERM may reach the steps before it reaches the supervisor? Never raises."""
+        return False
+
     def go_on(self, stop: Stop) -> Requeued:
         """Have the run go on after this attempt. Raises RestartRefusedError."""
         raise RestartRefusedError("a local run is not started again by itself; go on with: python -m launch.resume RUN")

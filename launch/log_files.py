@@ -18,7 +18,7 @@ from datetime import datetime
 from heapq import merge
 from pathlib import Path
 
-from stages.files import list_names
+from stages.files import names_if_any
 
 SUPERVISOR = "supervisor"
 BLOCK_BYTES = 64 << 10
@@ -57,7 +57,7 @@ class LogFile:
 def log_files(logs: Path) -> list[LogFile]:
     """Every log in an attempt's folder `logs`, in their order; files of other names are left out."""
     found = []
-    for name in list_names(logs):
+    for name in names_if_any(logs):
         match = _NAME.match(name)
         if name == f"{SUPERVISOR}.log":
             found.append(LogFile(logs / name, SUPERVISOR))
@@ -78,7 +78,8 @@ def chosen(files: Iterable[LogFile], who: str, rank: int | None) -> list[LogFile
 def last_lines(path: Path, count: int | None, *, unfinished: bool = False) -> tuple[list[str], int]:
     """The last `count` lines (None: all) and the offset behind them. Of a big file only the end is read.
 
-    A last line without its end is left for later, or taken with `unfinished`. Empty when there is no file.
+    A last line without its end is left for later, or taken with `unfinished`. Empty when there is no file; one line that says why when it
+    cannot be read.
     """
     try:
         with path.open("rb") as handle:
@@ -90,6 +91,8 @@ def last_lines(path: Path, count: int | None, *, unfinished: bool = False) -> tu
                 data = handle.read(block_bytes) + data
     except FileNotFoundError:
         return [], 0
+    except OSError as error:
+        return [f"(cannot be read: {error.strerror})"], 0
     whole = data if unfinished else data[: data.rfind(b"\n") + 1]
     lines = text_lines(whole)
     if start > 0:

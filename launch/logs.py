@@ -104,7 +104,7 @@ class Reader:
                     offset = 0
                 handle.seek(offset)
                 data = handle.read(MOST_READ_BYTES)
-        except FileNotFoundError:
+        except OSError:  # there is none yet, or one of which `tail` has said that it cannot be read
             return []
         whole = data[: data.rfind(b"\n") + 1]
         if unfinished or (not whole and len(data) == MOST_READ_BYTES):
@@ -185,7 +185,7 @@ class _End:
 def _changed(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except FileNotFoundError:
+    except OSError:
         return time.time()
 
 

@@ -15,7 +15,7 @@ from launch.figures import Disk, Instance, Progress, Saved
 from launch.metrics import duration, from_here
 from launch.slurm import SlurmCommandError
 from launch.truth import Truth
-from stages.files import list_names
+from stages.files import names_if_any
 
 NAMED = 4
 """Instances that are named one by one; of more only those that are not as the others."""
@@ -191,7 +191,7 @@ def next_commands(truth: Truth, progress: Progress, checkpoint: Saved, cause: di
         return [f"python -m launch.logs {run}        # what its stages said last"]
     step = str(cause.get("step") or "supervisor")
     look = f"python -m launch.logs {run} {shlex.quote(step)}        # what it said"
-    has_log = bool(truth.folder.state or list_names(truth.run.logs))
+    has_log = bool(truth.folder.state or names_if_any(truth.run.logs))
     return [*([look] if has_log else []), *_go_on(truth, run, progress, checkpoint)]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from launch.errors import LibraError
 from launch.metrics import from_here
-from stages.files import DamagedRecordError, list_names, read_json
+from stages.files import DamagedRecordError, names_if_any, read_json
 from stages.rundir import SCHEMA_VERSION, RunDir
 
 FOLDERS = ("instances", "weights", "control/requests", "control/refreshed", "batches", "ledger", "checkpoints")
@@ -53,7 +53,7 @@ class Folder:
         layout = identity.get("schema_version", SCHEMA_VERSION)
         if layout != SCHEMA_VERSION:
             raise NotARunError(f"{root} has layout {layout}; this version of Libra reads layout {SCHEMA_VERSION}")
-        newest = max((int(name) for name in list_names(root / "attempts") if name.isdigit()), default=0)
+        newest = max((int(name) for name in names_if_any(root / "attempts") if name.isdigit()), default=0)
         return cls(RunDir(root, str(identity.get("run_id", "")), newest, "reader"), identity, damage)
 
     @property
@@ -90,7 +90,7 @@ class Folder:
 
     @property
     def attempts(self) -> list[int]:
-        return sorted(int(name) for name in list_names(self.root / "attempts") if name.isdigit())
+        return sorted(int(name) for name in names_if_any(self.root / "attempts") if name.isdigit())
 
     @property
     def mode(self) -> str:
@@ -113,7 +113,7 @@ class Folder:
 
     def look_for_damage(self, *, is_whole: bool) -> list[str]:
         """Names of what is missing; `is_whole` when everything must have been written (the launcher is through)."""
-        if not self.identity and "run.json" not in list_names(self.root):
+        if not self.identity and "run.json" not in names_if_any(self.root):
             self._note("run.json (missing)")
         for name in FOLDERS:
             if not (self.root / name).is_dir():
@@ -122,7 +122,7 @@ class Folder:
             for name in ("logs", "submitit"):
                 if not (self.root / "attempts" / str(attempt) / name).is_dir():
                     self._note(f"attempts/{attempt}/{name}/ (missing)")
-        present = set(list_names(self.run.attempt_dir))
+        present = set(names_if_any(self.run.attempt_dir))
         if "events.jsonl" in present and "state.json" not in present:
             self._note(f"attempts/{self.run.attempt}/state.json (missing)")
         if is_whole:
@@ -130,7 +130,7 @@ class Folder:
         return self.damage
 
     def _look_for_records(self) -> None:
-        names = set(list_names(self.root))
+        names = set(names_if_any(self.root))
         for name in ("config.yaml", "plan.json", "desired.json"):
             if name not in names:
                 self._note(f"{name} (missing)")
@@ -145,7 +145,7 @@ class Folder:
         named = [self.root / str(latest["path"])] if latest else []
         named += [self.run.weights / Path(summary["checkpoint"]).name] if summary.get("checkpoint") else []
         for version in dict.fromkeys(named):
-            if "manifest.json" not in list_names(version) and not self._is_noted("weights/"):
+            if "manifest.json" not in names_if_any(version) and not self._is_noted("weights/"):
                 self._note(f"{version.relative_to(self.root)} (missing)")
 
     def _is_noted(self, name: str) -> bool:
@@ -169,13 +169,12 @@ def _read(path: Path, root: Path, damage: list[str]) -> dict[str, Any] | None:
 
 def is_run(root: Path) -> bool:
     """Is this a run directory, or at least what is left of one?"""
-    try:
-        names = set(list_names(root))
-    except (NotADirectoryError, PermissionError):
-        return False
+    names = set(names_if_any(root))
     if "run.json" in names:
         return True
-    return any(name.isdigit() for name in _names(root / "attempts")) or len(names.intersection(_TRACES)) >= _ENOUGH
+    return (
+        any(name.isdigit() for name in names_if_any(root / "attempts")) or len(names.intersection(_TRACES)) >= _ENOUGH
+    )
 
 
 def find_runs(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
@@ -183,16 +182,9 @@ def find_runs(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
     if is_run(root):
         yield root
     elif depth > 0:
-        for name in _names(root):
+        for name in names_if_any(root):
             if (root / name).is_dir() and not (root / name).is_symlink():
                 yield from find_runs(root / name, depth - 1)
-
-
-def _names(root: Path) -> list[str]:
-    try:
-        return list_names(root)
-    except (NotADirectoryError, PermissionError):
-        return []
 
 
 def _what_is(root: Path) -> str:

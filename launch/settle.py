@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import sys
@@ -25,6 +26,9 @@ from stages.warmup.key import CACHED_POLICY, cached_policy_path
 LAUNCHER = "launcher"
 PLANNER = "planner"
 ALLOCATION = "allocation"
+UNSAID = ("launch.mode", "launch.run_dir")
+"""Options that an allocation changes and that say nothing of its size."""
+RUN_DIR_DIGITS = 6
 TRACE_SWITCH = "RL_TRAIN_PHASE_TRACE"
 TRACE_FOLDER = "RL_TRAIN_PHASE_TRACE_DIR"
 
@@ -36,9 +40,21 @@ def default_place(given: str, choices: Mapping[str, str]) -> str:
     return given or default_run_dir(choices)
 
 
+def run_dir_in_job(config: LibraConfig, choices: Mapping[str, str], job_id: str) -> str:
+    """The same for the same words in the same job: a script that Slurm runs again goes on with the run that it had started.
+
+    `config` as composed, before anything was fitted to the job.
+    """
+    words = hashlib.sha256(repr(config).encode()).hexdigest()[:RUN_DIR_DIGITS]
+    return f"runs/{_name(choices)}-{job_id}-{words}"
+
+
+def _name(choices: Mapping[str, str]) -> str:
+    return choices.get("experiment", "run").replace("/", "-")
+
+
 def default_run_dir(choices: Mapping[str, str]) -> str:
-    name = choices.get("experiment", "run").replace("/", "-")
-    return f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return f"runs/{_name(choices)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def settle(composed: Composed, place: Place = default_place, environ: Mapping[str, str] = os.environ) -> Composed:
@@ -94,11 +110,14 @@ def _inside(composed: Composed, environ: Mapping[str, str]) -> Composed:
     config = replace(composed.config, launch=replace(composed.config.launch, mode="allocation"))
     try:
         where = allocation.held(environ)
+        if where.is_batch and not config.launch.run_dir:
+            run_dir = run_dir_in_job(composed.config, composed.choices, where.job_id)
+            config = replace(config, launch=replace(config.launch, run_dir=run_dir))
         config = fitted(_queue_of(config, where, fixed), where.given, fixed)
     except (AllocationError, PlanError) as error:
         return replace(composed, config=config, conflicts=(*composed.conflicts, str(error)))
     changed = list(changes(composed.config, config))
-    words = ", ".join(f"{name} {_shown(old)} -> {_shown(new)}" for name, old, new in changed if name != "launch.mode")
+    words = ", ".join(f"{name} {_shown(old)} -> {_shown(new)}" for name, old, new in changed if name not in UNSAID)
     said = [f"this run takes {where.given}{f': {words}' if words else ''} ({SUBMIT})"]
     if config.launch.setup:
         said.append("launch.setup is not run here: the steps get the environment of this shell")

@@ -39,6 +39,9 @@ _IN_EXIT_CODE = ("None", "NonZeroExitCode", "RaisedSignal")
 _WITHOUT_EXIT_CODE = ("NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
 """Slurm gives these an exit code of its own making (0:1, 0:125), which names no signal."""
 
+_NO_LOG = "53"
+"""In the place of a signal: the batch script was never started (22.05: seen for a folder that was missing)."""
+
 
 @dataclass(frozen=True)
 class ComponentState:
@@ -68,6 +71,8 @@ class ComponentState:
         status, _, signum = self.exit_code.partition(":")
         if self.exit_code in ("", "0:0") or self.state in _WITHOUT_EXIT_CODE:
             return ""
+        if signum == _NO_LOG:
+            return "Slurm could not write the job's log on its node: the folder is missing there, or closed to the user"
         return f"killed by {signal_name(int(signum))}" if signum not in ("", "0") else f"exit code {status}"
 
 

@@ -77,7 +77,7 @@ class Incarnation:
         return self.log_stem.with_name(f"{self.label}.{rank}.log")
 
     def write_pickle(self, entry: Entry, timeout_min: int) -> None:
-        """Leave the callable where `submitit.core._submit FOLDER` looks for it."""
+        """Leave the callable where `stages.start FOLDER`, which is submitit, looks for it."""
         spec = self.spec
         submission = DelayedSubmission(entry, spec.role, str(self.run.root), self.run.attempt, spec.name)
         submission.set_timeout(timeout_min, 0)
@@ -186,7 +186,7 @@ def step_environment(incarnation: Incarnation, base: Mapping[str, str]) -> dict[
 
 
 def step_command(python: str, incarnation: Incarnation, prefix: Sequence[str] = ()) -> list[str]:
-    return [*prefix, python, "-u", "-m", "submitit.core._submit", str(incarnation.folder)]
+    return [*prefix, python, "-u", "-m", "stages.start", str(incarnation.folder)]
 
 
 UNREADABLE = "cannot read "

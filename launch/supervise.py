@@ -34,7 +34,7 @@ from launch.verdict import Cause
 from stages.desired import read_desired
 from stages.entry import run_stage
 from stages.process import PRIVATE_UMASK, die_with_parent
-from stages.rollout.node_folder import remove_node_folder
+from stages.rollout.node_folder import remove_node_folder, sweep_node_folders
 from stages.rundir import RunDir
 
 
@@ -51,6 +51,7 @@ def supervise(run_dir: str, attempt: int, entry: Entry = run_stage, reason: str 
     if place.cluster == "local":
         # TERM, not KILL: the launcher's death is recorded and the steps are stopped in order.
         die_with_parent(int(place.job_id), signal.SIGTERM)
+    sweep_node_folders()
     base = RunDir.open(Path(run_dir), writer="supervisor", attempt=attempt)
     config = load(base.config_yaml)
     restarts = JobEnvironment(os.environ).restarts if place.cluster == "slurm" else 0
@@ -119,7 +120,8 @@ def make_job(run: RunDir, config: LibraConfig, place: submitit.JobEnvironment, r
         return Job(place.job_id)
 
     def chained() -> Chained:
-        return chain(run, config, place.job_id, supervise, entry, sorted(excluded_nodes(run)))
+        in_shell = (run.read(run.submission_json) or {}).get("mode") == "allocation"
+        return chain(run, config, place.job_id, supervise, entry, sorted(excluded_nodes(run)), is_held=in_shell)
 
     def excluded() -> list[str]:
         """One list for all components of the job that is run again; empty when nothing has to be added."""

@@ -32,6 +32,9 @@ FINISH_WAIT_S = 60.0
 """Time that trainer and controller have to end by themselves once the run was declared a success."""
 LOOK_S = 1.0
 """Pause between looks for a request of people's, and at the time that is left."""
+TERM_WAIT_S = 15.0
+"""For the TERM of a job that Slurm is ending; KILL follows it after KillWait (30 s by default)."""
+ENDED_OUTSIDE = "the run was cancelled (Slurm is ending its job, no TERM has come)"
 ENDING_S = 15.0
 """Kept of the allocation for ending the steps and asking for the next attempt, once the checkpoint is there."""
 
@@ -166,10 +169,26 @@ class Supervisor:
         code = TIME_LIMIT_CODE if why.kind == "time_limit" else cause.exit_code
         return Stop(why.kind, TERMINATIONS[why.kind], exit_code=code, is_requeued=why.is_requeued, is_late=True)
 
-    def _taken_back(self) -> Stop | None:
-        """A preemption that leaves time (GraceTime) sends its TERM to the steps alone: the supervisor hears of it by their end."""
-        verdict = self._terminated(Cause("supervisor", "cancelled", ""))
-        return verdict if isinstance(verdict, Stop) else None
+    def _taken_back(self, cause: Cause) -> Cause | Stop | None:
+        """What ended the whole job, when a step's end is only a part of that; None when the step's end is its own.
+
+        A preemption that leaves time (GraceTime) sends its TERM to the steps alone: the supervisor hears of it by their end.
+        Everything else sends it to every node at once, and a busy batch host may be the last to pass it on (seen: by seconds).
+        """
+        if cause.kind == "node":
+            return None
+        if cause.kind == "stopped":
+            verdict = self._terminated(Cause("supervisor", "cancelled", ""))
+            if isinstance(verdict, Stop):
+                return verdict
+        if not self._job.is_ending():
+            return None
+        self._journal.event("job_is_ending", step=cause.step, message=cause.message)
+        end_s = self._clock() + TERM_WAIT_S
+        while self._interruption.cause is None and self._clock() < end_s:
+            self._journal.beat()
+            self._interruption.wait(TICK_S)
+        return self._terminated(self._interruption.cause or Cause("supervisor", "cancelled", ENDED_OUTSIDE, 143))
 
     def _requested(self) -> Cause | Stop | None:
         request = read_cancel_request(self._run)
@@ -190,8 +209,7 @@ class Supervisor:
 
     def _trouble(self, desired: DesiredState) -> Cause | Stop | None:
         for cause, item in failures(self._fleet.tracked.values(), desired, self._clock()):
-            stop = self._taken_back() if cause.kind == "stopped" else None
-            verdict = stop or self._restarts.respond(item, self._explained(cause, item), desired)
+            verdict = self._taken_back(cause) or self._restarts.respond(item, self._explained(cause, item), desired)
             if verdict is not None:
                 return verdict
         if desired.phase == "stop" and desired.outcome == "failure":

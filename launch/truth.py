@@ -18,7 +18,7 @@ from launch.occupancy import process_start
 from launch.runs import Folder, NotARunError
 from launch.slurm import JobPhase
 from launch.waiting import QueuedJob
-from stages.files import list_names
+from stages.files import names_if_any
 from stages.rundir import RunDir
 
 LOOK_S = 1.5
@@ -265,9 +265,9 @@ class Stillness:
 def _counters(folder: Folder) -> dict[str, int]:
     """Heartbeats by instance; the supervisor's under "". The folders are listed first, so that NFS looks again."""
     run = folder.run
-    list_names(run.attempt_dir)
+    names_if_any(run.attempt_dir)
     found = {"": int((folder.record(run.state_json) or {}).get("heartbeat", -1))}
-    for name in list_names(run.instances):
+    for name in names_if_any(run.instances):
         record = folder.record(run.instances / name)
         if record is not None and record.get("state") != "stopping":
             found[name.removesuffix(".json")] = int(record.get("heartbeat", -1))

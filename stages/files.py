@@ -149,6 +149,14 @@ def list_names(directory: Path) -> list[str]:
         return []
 
 
+def names_if_any(directory: Path) -> list[str]:
+    """As `list_names`, for readers of what others left: empty too where it is no folder, or one that may not be read."""
+    try:
+        return list_names(directory)
+    except OSError:
+        return []
+
+
 def list_inodes(directory: Path) -> dict[str, int]:
     """As `list_names`, with each name's inode number as the listing tells it (no further operation); 0 where it tells none."""
     try:

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
@@ -38,6 +39,15 @@ def die_with_parent(expected_parent: int | None = None, signum: int = signal.SIG
 def incarnation() -> int:
     """Which start of its step within the attempt this process belongs to: 0 for the first, or when started by hand."""
     return int(os.environ.get(INCARNATION_VARIABLE, "0"))
+
+
+def environments() -> Iterator[bytes]:
+    """Of all processes that we may look at."""
+    for process in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            yield process.read_bytes()
+        except OSError:
+            pass  # somebody else's, or it has just ended
 
 
 PRIVATE_UMASK = 0o077

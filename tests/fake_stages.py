@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from multiprocessing.resource_tracker import unregister
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,8 @@ from stages.desired import end_run
 from stages.files import list_names, write_bytes_atomic
 from stages.orphaned import SupervisorWatch
 from stages.process import die_with_parent, install_stop_handlers
+from stages.rollout.node_folder import leave_node_folder, node_folder, remove_scratch
+from stages.rollout.shared_memory import note_shared_memory
 from stages.rundir import RunDir
 from stages.stopping import read_stop_request
 
@@ -51,9 +57,25 @@ def entry(role: str, run_dir: str, attempt: int, name: str) -> dict[str, Any]:
     )
     ready = Path(run_dir) / "ready" / f"{name}.{place.global_rank}"
     before_ready(told, ready)
-    write_bytes_atomic(ready, str(os.getpid()).encode())
     run = RunDir.open(Path(run_dir), writer=name, attempt=attempt)
-    return BEHAVIOURS[told["do"]](told, run, stop)
+    with belongings(run, name) if role == "rollout" else nullcontext():
+        write_bytes_atomic(ready, str(os.getpid()).encode())
+        return BEHAVIOURS[told["do"]](told, run, stop)
+
+
+@contextmanager
+def belongings(run: RunDir, name: str) -> Iterator[None]:
+    """What an instance has: a port, a folder on the node, and shared memory that nothing removes when the process is killed."""
+    memory = SharedMemory(create=True, size=4096)
+    unregister(f"/{memory.name}", "shared_memory")
+    scratch = node_folder(run.run_id) / f"{name}-{os.getpid()}"
+    scratch.mkdir()
+    note_shared_memory(scratch, [os.getpid()])
+    with socket.create_server(("127.0.0.1", 0)):
+        yield
+    memory.close()
+    remove_scratch(scratch)
+    leave_node_folder(run.run_id)
 
 
 def before_ready(told: dict[str, Any], ready: Path) -> None:

@@ -56,6 +56,8 @@ class SlurmRun:
         self.tasks += [f"trainer.{rank}" for rank in range(1, plan.train.gpus)]
         self.pids = await_ready(self.run, self.tasks)
         self.held = Belongings.of(self.run)
+        instances = [name for name in self.tasks if name.startswith("rollout")]
+        assert len(self.held.shared) == len(instances) <= len(self.held.ports), "what may be left was seen to be there"
 
     def end(self) -> tuple[str, str]:
         """The run's last word, once its job is over and no process of it is left."""
@@ -138,9 +140,18 @@ def slurm_runs(folder: Path, slurm_conf: Path) -> Iterator[Start]:
         set_nodes("RESUME")
         for job in jobs():
             slurm.cancel_job(job)
-        until(lambda: not jobs(), 30.0, "the end of the cancelled jobs")
+        await_no_jobs()
     for run in made:
         run.held.assert_gone(slurm_conf)
+
+
+def await_no_jobs(deadline_s: float = 30.0) -> None:
+    """Fails the test with what Slurm shows of the jobs, their steps and the nodes when one does not end."""
+    try:
+        until(lambda: not jobs(), deadline_s, "the end of the cancelled jobs")
+    except AssertionError as late:
+        asked = (["squeue"], ["squeue", "-s"], ["sinfo", "-N", "-l"])
+        raise AssertionError("\n".join([str(late), *(slurm.command(words) for words in asked)])) from None
 
 
 def jobs() -> list[int]:

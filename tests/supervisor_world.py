@@ -121,6 +121,7 @@ class MemoryJob(Job):
         self._clock = clock
         self.end_s = math.inf
         self.term = CANCELLED
+        self.ending = False
         self.refused = ""
         self.restarted: list[str] = []
         self.handed_over = False
@@ -134,6 +135,9 @@ class MemoryJob(Job):
 
     def why_term(self) -> Termination:
         return self.term
+
+    def is_ending(self) -> bool:
+        return self.ending
 
     def go_on(self, stop: Stop) -> Requeued:
         if self.refused:
@@ -195,6 +199,8 @@ class World:
     def happen(self, what: str, detail: object) -> None:
         if what == "cancel":
             self.interruption.cause = self.interruption.cause or CANCEL
+        elif what == "ending":
+            self.job.ending = True
         elif what == "warning":
             self.interruption.warning = "SIGUSR1"
         elif what == "ask":

@@ -22,7 +22,7 @@ from stages.rollout.errors import GuardOpenError, ServerDiedError, VllmStartErro
 from stages.rollout.node_folder import leave_node_folder
 from stages.rollout.orders import Order
 from stages.rollout.registration import Registration
-from stages.rollout.server_process import ServerProcess
+from stages.rollout.server_process import ServerProcess, clear_scratch
 from stages.rollout.settings import ServerSettings, read_token_digest
 from stages.weights.proof import resolution_nats
 
@@ -73,6 +73,7 @@ class ServerKeeper:
 
     def start(self, start: StartPoint) -> None:
         """Start a server and wait until it answers. Raises VllmStartError, StoppedError."""
+        clear_scratch(self._context.run.run_id, self._context.name)
         with self._context.recorder.span("start_server", version=start.version) as span:
             for tries_left in reversed(range(_START_TRIES)):
                 self._server = ServerProcess.start(

@@ -38,10 +38,21 @@ def own_folder(folder: Path) -> Path:
     """`folder` with mode 0700, made when missing. Raises ForeignFolderError, FileNotFoundError when it was removed just now."""
     with suppress(FileExistsError):  # not `exist_ok`, which raises for a folder that is removed while it looks
         folder.mkdir(mode=0o700)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+    if not _belongs_to_us(folder.lstat()):
         raise ForeignFolderError(f"{folder} is not a folder of user {os.geteuid()} with mode 0700")
     return folder
+
+
+def is_own(folder: Path) -> bool:
+    """Is it there, a folder and no link, of this user and closed to others?"""
+    try:
+        return _belongs_to_us(folder.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _belongs_to_us(status: os.stat_result) -> bool:
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def joined_memory_folder(run_id: str) -> MemoryFolder:

@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import select
-import shutil
 import signal
 import subprocess
 import time
@@ -17,9 +16,10 @@ from conf.schema import LibraConfig
 from stages.rollout.address import bound_socket, listen_address
 from stages.rollout.command import server_command
 from stages.rollout.errors import ProcessesLeftError
-from stages.rollout.node_folder import node_folder
+from stages.rollout.node_folder import node_folder, remove_scratch
 from stages.rollout.orphans import marked_pids
 from stages.rollout.settings import ServerSettings
+from stages.rollout.shared_memory import note_shared_memory
 
 _TAIL_LINES = 30
 _TAIL_BYTES = 16 << 10
@@ -90,6 +90,7 @@ class ServerProcess:
                 self._names[pid] = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
             except (ProcessLookupError, FileNotFoundError):
                 pass  # a helper that ended meanwhile; the server's own end is watched anyway
+        note_shared_memory(self.scratch, self._pidfds)
 
     def wait_for_end(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` for the end of a watched process; True as soon as one has ended."""
@@ -151,7 +152,14 @@ class ServerProcess:
         for fd in self._pidfds.values():
             os.close(fd)
         self._pidfds.clear()
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        remove_scratch(self.scratch)
+
+
+def clear_scratch(run_id: str, instance: str) -> None:
+    """Remove from the node's folder what killed servers of this instance left there, in this attempt or an earlier one."""
+    for scratch in node_folder(run_id).glob(f"{instance}-*"):
+        if not marked_pids(scratch.name):
+            remove_scratch(scratch)
 
 
 def _kill(pid: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.files import DamagedRecordError, list_names
+from stages.files import DamagedRecordError, names_if_any
 from stages.rundir import RunDir
 from stages.weights.errors import WeightsError
 from stages.weights.instances import InstanceStatus, read_status
@@ -161,7 +161,7 @@ def _seconds(value: object) -> str:
 
 
 def _records(folder: Path) -> list[str]:
-    return [name.removesuffix(".json") for name in list_names(folder) if name.endswith(".json")]
+    return [name.removesuffix(".json") for name in names_if_any(folder) if name.endswith(".json")]
 
 
 def _versions(folder: Path) -> list[int]:

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from planner.plan import TrainLayout
 from stages.context import StageContext, open_context
 from stages.files import write_bytes_atomic
-from stages.rollout.node_folder import node_folder
+from stages.rollout.node_folder import node_folder_path
 from stages.rundir import RunDir
 from stages.trainer import meeting as module
 from stages.trainer.meeting import MeetingError, meeting
@@ -68,8 +68,11 @@ def seen(run: RunDir) -> dict[str, object]:
 
 def test_ranks_of_one_host_meet_in_a_file_that_only_they_can_open(seen: dict[str, object], run: RunDir) -> None:
     assert seen["modes"] == [0o600, 0o700]
-    assert Path(seen["place"]["file"]).parent == node_folder(run.run_id)  # type: ignore[index]
-    node_folder(run.run_id).rmdir()
+    assert Path(seen["place"]["file"]).parent == node_folder_path(run.run_id)  # type: ignore[index]
+
+
+def test_the_last_rank_of_a_host_takes_the_runs_folder_along(seen: dict[str, object], run: RunDir) -> None:
+    assert not node_folder_path(run.run_id).exists()
 
 
 def test_ranks_of_one_host_listen_on_loopback_only(seen: dict[str, object]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from launch import slurm
 from stages.rundir import RunDir
 from tests.fake_launch import make_model
 from tests.fake_runs import await_ready, go, processes_of, state, until
+from tests.leftovers import Belongings
+from tests.slurm_kit import await_no_jobs, jobs, set_nodes
 
 pytestmark = pytest.mark.slurm
 
@@ -54,6 +57,7 @@ class WrapperJob:
         self.job_id = int(done.stdout)
         self.log_file = folder / f"libra-{self.job_id}.log"
         self.root = folder / "runs" / f"{NAME}-{self.job_id}"
+        self.held: Belongings | None = None
 
     @property
     def log(self) -> str:
@@ -68,7 +72,9 @@ class WrapperJob:
 
     def ready(self, tasks: Sequence[str]) -> dict[str, int]:
         until(lambda: (self.root / "fake.json").exists(), START_S, f"a run directory of job {self.job_id}:\n{self.log}")
-        return await_ready(self.run, tasks, START_S)
+        pids = await_ready(self.run, tasks, START_S)
+        self.held = Belongings.of(self.run)
+        return pids
 
     def verdict(self) -> tuple[str, str]:
         """(state, exit code) of the job once it is over, and nothing of its run is left."""
@@ -106,6 +112,8 @@ def start(tmp_path: Path, slurm_conf: Path) -> Iterator[Start]:
     for job in made:
         slurm.cancel_job(job.job_id)
         until(lambda job=job: slurm.fold(slurm.query(job.job_id)).phase.is_over, 30.0, "the cancelled job")  # type: ignore[misc]
+        if job.held is not None:
+            job.held.assert_gone(slurm_conf)
 
 
 def test_a_run_takes_the_nodes_of_the_job_that_the_wrapper_asked_for(start: Start) -> None:
@@ -183,6 +191,44 @@ def test_a_job_whose_limit_is_near_goes_on_with_its_own_run_when_slurm_runs_it_a
     assert len(list(job.root.parent.iterdir())) == 1, "one run directory"
 
 
+def test_a_script_that_names_no_run_goes_on_with_its_own_when_slurm_runs_it_again_after_a_lost_node(
+    tmp_path: Path, slurm_conf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_BEHAVIOURS", json.dumps({"trainer": {"do": "train"}}))
+    words = [sys.executable, "-u", "-m", "tests.fake_launch", *make_model(tmp_path / "model")]
+    script = tmp_path / "mine.sbatch"
+    script.write_text(f"#!/bin/bash\nexport PYTHONPATH={Path.cwd()}\nexec {shlex.join(words)}\n")
+    options = ["--requeue", "--nodes=2", "--gpus-per-node=2", *NODE]
+    said = subprocess.run(
+        ["sbatch", "--parsable", *options, str(script)], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    job_id = int(said.stdout)
+    runs = tmp_path / "runs"
+    try:
+        until(lambda: list(runs.glob("*/fake.json")), START_S, "a run directory")
+        run = RunDir.open(next(runs.iterdir()), writer="test")
+        await_ready(run, SHARED, START_S)
+        held = Belongings.of(run)
+        (lost,) = state(run)["steps"]["rollout_001"]["hosts"]
+
+        set_nodes("DOWN", lost)
+        until(lambda: state(run).get("phase") == "requeued", LIMIT_S, "the word of the first attempt")
+        set_nodes("RESUME")
+        later = RunDir(run.root, run.run_id, 1, "test")
+        until(lambda: state(later).get("phase") == "running", 180.0, "the next attempt")
+        until(lambda: "from.1" in os.listdir(run.root / "ready"), 60.0, "its trainer")
+        go(run)
+
+        until(lambda: slurm.fold(slurm.query(job_id)).phase.is_over, 60.0, "the end of the job")
+        assert state(later)["phase"] == "succeeded"
+        assert [path.name for path in runs.iterdir()] == [run.root.name]
+        held.assert_gone(slurm_conf)
+    finally:
+        set_nodes("RESUME")
+        slurm.cancel_job(job_id)
+        until(lambda: slurm.fold(slurm.query(job_id)).phase.is_over, 30.0, "the cancelled job")
+
+
 def test_the_wrapper_that_submits_leaves_a_job_of_its_own(start: Start, tmp_path: Path) -> None:
     """Nested: the run's job inherits nothing of the small one that submitted it."""
     run_dir = tmp_path / "first light" / "own"
@@ -222,6 +268,7 @@ def test_a_run_in_salloc_is_the_shells_and_ends_with_it(tmp_path: Path, slurm_co
     until(lambda: (run_dir / "fake.json").exists(), START_S, "the run directory")
     run = RunDir.open(run_dir, writer="test")
     await_ready(run, SHARED, START_S)
+    held = Belongings.of(run)
     record = run.read(run.submission_json) or {}
     mine = f"{sys.executable} -m tests.fake_launch"
     launcher = next(int(pid) for pid, _, command in map(parts, processes_of(run)) if command.startswith(mine))
@@ -229,7 +276,7 @@ def test_a_run_in_salloc_is_the_shells_and_ends_with_it(tmp_path: Path, slurm_co
     os.kill(launcher, signal.SIGKILL)
 
     shell.wait(LIMIT_S)
-    until(lambda: not processes_of(run), LIMIT_S, "the end of all processes")
+    held.assert_gone(slurm_conf)
     assert record["mode"] == "allocation"
     assert state(run)["cause"]["message"].startswith("the launcher")
     assert load(run.config_yaml).slurm.requeue == "never"
@@ -252,6 +299,7 @@ def test_ending_the_launcher_in_salloc_ends_the_run_and_not_the_shell(tmp_path: 
     until(lambda: (run_dir / "fake.json").exists(), START_S, "the run directory")
     run = RunDir.open(run_dir, writer="test")
     await_ready(run, SHARED, START_S)
+    held = Belongings.of(run)
 
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
 
@@ -259,4 +307,42 @@ def test_ending_the_launcher_in_salloc_ends_the_run_and_not_the_shell(tmp_path: 
     said = (tmp_path / "out").read_text()
     assert "ended 143" in said
     assert "usable" in said
-    until(lambda: not processes_of(run), LIMIT_S, "the end of all processes")
+    held.assert_gone(slurm_conf)
+
+
+@pytest.mark.parametrize(
+    ("how", "phase"), [("", "failed"), ("slurm.requeue=requeue", "failed"), ("slurm.requeue=chain", "requeued")]
+)
+def test_a_run_in_salloc_that_loses_a_node_is_requeued_only_where_another_job_follows(
+    tmp_path: Path, slurm_conf: Path, monkeypatch: pytest.MonkeyPatch, how: str, phase: str
+) -> None:
+    """Slurm does not run the shell of somebody again."""
+    monkeypatch.setenv("FAKE_BEHAVIOURS", json.dumps({"trainer": {"do": "train"}}))
+    run_dir = tmp_path / "run"
+    words = [*make_model(tmp_path / "model"), f"launch.run_dir={run_dir}", *filter(None, [how])]
+    shell = salloc(tmp_path, words)
+    until(lambda: (run_dir / "fake.json").exists(), START_S, "the run directory")
+    run = RunDir.open(run_dir, writer="test")
+    await_ready(run, SHARED, START_S)
+    held = Belongings.of(run)
+    (lost,) = state(run)["steps"]["rollout_001"]["hosts"]
+
+    try:
+        set_nodes("DOWN", lost)
+        shell.wait(LIMIT_S)
+        following: dict[str, Any] = state(run).get("next") or {}
+
+        assert (state(run)["phase"], state(run)["stop"]["kind"]) == (phase, "node_failure")
+        left = [int(following["job_id"])] if phase == "requeued" else []
+        until(lambda: jobs() == left, LIMIT_S, f"{left} to be all jobs")
+        if left:
+            later = RunDir(run.root, run.run_id, 1, "test")
+            until(lambda: state(later).get("phase") == "running", START_S, "the attempt of the job that follows")
+            go(run)
+            until(lambda: state(later).get("phase") == "succeeded", START_S, "its end")
+    finally:
+        set_nodes("RESUME")
+        for job in jobs():
+            slurm.cancel_job(job)
+        await_no_jobs()
+    held.assert_gone(slurm_conf)

@@ -90,3 +90,4 @@ def test_a_job_whose_first_node_dies_is_run_again_on_others(own_cluster: cluster
     assert first not in {host for step in run.state_of(1)["steps"].values() for host in step["hosts"]}
     go(run.run)
     assert run.last_word(1)["phase"] == "succeeded"
+    run.held.assert_gone()

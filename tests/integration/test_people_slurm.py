@@ -23,9 +23,11 @@ from launch.executors import submit
 from launch.report import report, text
 from launch.submission import Submission
 from stages.files import list_names, make_directory
+from stages.rollout.node_folder import sweep_node_folders
 from stages.rundir import RunDir
 from tests.fake_runs import WORKING, await_ready, go, processes_of, state, until
 from tests.fake_stages import STEPS_PER_ATTEMPT, entry
+from tests.leftovers import Belongings
 from tests.made_runs import take_away
 from tests.people_kit import Open, people, terminal, told
 
@@ -57,6 +59,7 @@ class Job:
         (self.run.root / "fake.json").write_text(json.dumps({**WORKING, **behaviours}))
         self.submission: Submission = submit(prepared.config, prepared.plan, self.run, entry=entry)
         self.run.write(self.run.submission_json, {"mode": "slurm", "job_id": self.submission.job_id})
+        self.held = Belongings(self.run)
 
     @property
     def id(self) -> int:
@@ -64,6 +67,7 @@ class Job:
 
     def is_up(self) -> Job:
         await_ready(self.run, TASKS, START_S)
+        self.held.note()
         return self
 
     def is_over(self) -> None:
@@ -86,6 +90,7 @@ def start(tmp_path: Path, slurm_conf: Path) -> Iterator[Start]:
     for job in made:
         slurm.cancel_job(job.id)
         job.is_over()
+        job.held.assert_gone(slurm_conf)
 
 
 @pytest.fixture
@@ -296,6 +301,8 @@ def test_a_supervisor_that_was_killed_has_vanished(start: Start) -> None:
 
     assert told(job.run) == ("vanished", 1)
     assert "killed by SIGKILL" in people("status", job.run).stdout
+    # Nobody may have been left to clean the node; any next run of this user there begins with this.
+    sweep_node_folders()
 
 
 def test_after_min_job_age_the_run_directory_still_tells_the_truth(start: Start) -> None:

@@ -67,3 +67,4 @@ def test_a_preempted_job_goes_on_in_its_next_attempt(cluster_with: Up, tmp_path:
     assert run.started_from(1) == saved
     go(run.run)
     assert run.last_word(1)["phase"] == "succeeded"
+    run.held.assert_gone(running.slurm_conf)

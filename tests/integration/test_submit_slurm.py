@@ -21,8 +21,9 @@ from launch.executors import submit
 from planner.plan import InstancePlacement, Plan, RolloutLayout, TrainLayout
 from stages.rundir import RunDir
 from tests.fake_launch import make_model
-from tests.fake_runs import await_ready, fake_plan, fake_run, go, processes_of, state, until
+from tests.fake_runs import await_ready, fake_plan, fake_run, go, state, until
 from tests.fake_stages import entry
+from tests.leftovers import Belongings
 from tests.slurm_kit import slurm_config
 
 pytestmark = pytest.mark.slurm
@@ -61,8 +62,9 @@ class Job:
 
     def end(self) -> str:
         go(self.run)
+        held = Belongings.of(self.run)
         until(lambda: slurm.fold(slurm.query(self.job_id)).phase.is_over, 60.0, "the end of the job")
-        until(lambda: not processes_of(self.run), 20.0, "the end of all processes")
+        held.assert_gone()
         return str(state(self.run).get("phase"))
 
 

@@ -20,7 +20,7 @@ from launch import submission
 from launch.cancel_request import CancelRequest, write_cancel_request
 from launch.executors import submit
 from launch.local import LocalPairJob
-from stages.rollout.node_folder import node_folder
+from stages.rollout.node_folder import node_folder_path
 from tests.fake_runs import await_ready, fake_config, fake_plan, fake_run, go, processes_of, state, until
 from tests.fake_stages import entry
 from tests.local_kit import LIMIT_S, SERVING, TASKS, Start, local_runs
@@ -130,7 +130,8 @@ def test_a_killed_supervisor_takes_every_step_along(local: Start) -> None:
 @pytest.mark.parametrize("victim", ["trainer.0", "supervisor"])
 def test_what_an_instance_left_on_the_node_goes_with_the_run(local: Start, victim: str) -> None:
     run = local(SERVING)
-    left = node_folder(run.run.run_id) / "rollout_000-1234"
+    left = node_folder_path(run.run.run_id) / "rollout_000-1234"
+    left.parent.mkdir(mode=0o700, exist_ok=True)
     left.mkdir()
     (left / "socket").touch()
 

@@ -16,10 +16,11 @@ import pytest
 
 from conf.schema import LibraConfig
 from launch import slurm
+from launch.devcluster.cluster import DevCluster
 from launch.executors import SubmitError, submit
-from tests.fake_runs import fake_plan, fake_run, go, state
+from tests.fake_runs import fake_plan, fake_run, go, state, until
 from tests.fake_stages import entry
-from tests.slurm_kit import SERVING, WORKING, Start, slurm_config, slurm_runs
+from tests.slurm_kit import LIMIT_S, SERVING, WORKING, Start, slurm_config, slurm_runs
 
 pytestmark = pytest.mark.slurm
 
@@ -135,6 +136,25 @@ def test_a_cancelled_run_says_that_it_was_cancelled(start: Start, how: str) -> N
         run.submission.cancel()
     else:
         subprocess.run(["scancel", str(run.job_id)], check=True, timeout=30)
+
+    assert run.end() == ("failed", "supervisor: the run was cancelled (SIGTERM)")
+    assert run.submission.exit_code == 143
+
+
+def test_a_cancelled_run_is_not_blamed_on_an_instance_when_the_batch_host_hears_of_it_last(
+    start: Start, devcluster: DevCluster
+) -> None:
+    """The slurmd of a busy batch host: nothing is passed on until the instances' ends have been seen."""
+    run = start(SERVING)
+    (host,) = state(run.run)["steps"]["trainer"]["hosts"]
+    slurmd = int((devcluster.root / "run" / f"{host}.pid").read_text())
+
+    os.kill(slurmd, signal.SIGSTOP)
+    try:
+        subprocess.run(["scancel", str(run.job_id)], check=True, timeout=30)
+        until(lambda: run.events("job_is_ending") or state(run.run)["cause"], LIMIT_S, "an instance's end to be seen")
+    finally:
+        os.kill(slurmd, signal.SIGCONT)
 
     assert run.end() == ("failed", "supervisor: the run was cancelled (SIGTERM)")
     assert run.submission.exit_code == 143

@@ -230,6 +230,19 @@ def test_partitions_of_the_components_are_kept_for_a_job_that_follows(inside: Ca
     assert config.slurm.time_min == 90
 
 
+def test_a_script_that_slurm_runs_again_finds_its_run_although_it_names_none(inside: Callable[..., Composed]) -> None:
+    environ, batch = SALLOC | {"SLURM_JOB_CPUS_PER_NODE": "4(x2)"}, SALLOC_JOB.replace("BatchFlag=0", "BatchFlag=1")
+
+    def run_dir(*words: str, job: str = batch) -> str:
+        return Path(inside("cluster=devcluster", *words, environ=environ, job=job).config.launch.run_dir).name
+
+    assert run_dir() == run_dir()
+    assert run_dir().startswith("demo-52-")
+    assert run_dir("seed=7") not in (run_dir(), run_dir("seed=8"))
+    assert run_dir("launch.run_dir=/mine") == "mine"
+    assert run_dir(job=SALLOC_JOB) != run_dir(job=SALLOC_JOB), "in salloc the same words start another run"
+
+
 def test_outside_of_a_job_there_is_nothing_to_take(inside: Callable[..., Composed]) -> None:
     composed = inside("launch.mode=allocation", environ={})
 

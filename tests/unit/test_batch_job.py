@@ -78,6 +78,22 @@ def test_the_leaders_record_counts_and_its_first_words(fake: FakeSlurm) -> None:
     assert (facts.end, facts.restarts, facts.preempted) == (END, 0, None)
 
 
+@pytest.mark.parametrize(
+    "state, is_ending",
+    [("RUNNING", False), ("COMPLETING", True), ("CANCELLED", True), ("NODE_FAIL", True), ("SUSPENDED", False)],
+)
+def test_a_job_is_being_ended_from_completing_on(fake: FakeSlurm, run: RunDir, state: str, is_ending: bool) -> None:
+    fake.answers["show"] = RUNNING.replace("UserId=me(1)", f"UserId=me(1) JobState={state}")
+
+    assert job(run).is_ending() is is_ending
+
+
+def test_a_slurm_that_does_not_answer_ends_no_job(fake: FakeSlurm, run: RunDir) -> None:
+    fake.answers["show"] = slurm.SlurmCommandError("scontrol did not answer within 3 s")
+
+    assert not job(run).is_ending()
+
+
 def test_text_that_is_no_job_is_none() -> None:
     assert parse_facts("slurm_load_jobs error: Invalid job id specified\n") is None
 
@@ -207,6 +223,40 @@ def test_where_requeueing_is_refused_a_job_follows(fake: FakeSlurm, run: RunDir)
     assert run.newest_attempt() == 0, "the last word has yet to be said"
     found.hand_over()
     assert run.newest_attempt() == 1
+
+
+def test_a_held_job_may_start_once_its_folder_has_its_name(
+    fake: FakeSlurm, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, later = run.root / "attempts" / ".next", run.root / "attempts" / "1"
+    folder.mkdir()
+    seen: list[tuple[list[str], bool]] = []
+
+    def command(words: list[str], timeout_s: float = 10.0) -> str:
+        seen.append((list(words), later.exists()))
+        return ""
+
+    monkeypatch.setattr(slurm, "command", command)
+    found = job(run, how="chain", chain=lambda: Chained("52", folder, later, is_held=True))
+    found.go_on(LIMIT)
+
+    found.hand_over()
+
+    assert seen == [(["scontrol", "release", "52"], True)]
+
+
+def test_a_held_job_that_cannot_be_released_is_said(
+    fake: FakeSlurm, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.answers["release"] = slurm.SlurmCommandError("scontrol did not answer within 60 s")
+    folder = run.root / "attempts" / ".next"
+    folder.mkdir()
+    found = job(run, how="chain", chain=lambda: Chained("52", folder, run.root / "attempts" / "1", is_held=True))
+    found.go_on(LIMIT)
+
+    found.hand_over()
+
+    assert "job 52 is held; run: scontrol release 52 (scontrol did not answer within 60 s)" in capsys.readouterr().out
 
 
 def test_a_chain_does_not_try_to_requeue(fake: FakeSlurm, run: RunDir) -> None:

@@ -49,7 +49,7 @@ def test_without_a_container_a_step_is_the_python_of_the_machine() -> None:
         "/venv/bin/python",
         "-u",
         "-m",
-        "submitit.core._submit",
+        "stages.start",
         "/runs/a b/attempts/0/submitit/trainer",
     ]
     assert not is_contained(LibraConfig())

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from conf.schema import LibraConfig
-from stages.files import WaitTimeoutError
-from stages.rollout import address, node_folder
+from stages.rollout import address
 from stages.rollout.address import LOOPBACK, NoAddressError, bound_socket, listen_address, node_address
 from stages.rollout.command import ServerCommand, checked_extra_arguments, server_command, threads_per_worker
 from stages.rollout.errors import RolloutOptionError
-from stages.rollout.memory_folder import ForeignFolderError
-from stages.rollout.node_folder import node_lock
 from stages.rollout.settings import ServerSettings
 
 TOKEN = "s3cret-token-of-the-run"
@@ -185,61 +181,3 @@ def test_two_servers_of_a_node_never_get_the_same_port() -> None:
     finally:
         for bound in sockets:
             bound.close()
-
-
-# ---- the node's folder -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def local_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(node_folder, "_MAX_SOCKET_FOLDER_LENGTH", 1000)
-    return tmp_path
-
-
-def test_the_node_s_folder_is_private(local_tmp: Path) -> None:
-    folder = node_folder.node_folder("abc")
-
-    assert folder.parent == local_tmp
-    assert folder.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_folder_that_others_can_enter_is_refused(local_tmp: Path) -> None:
-    node_folder.node_folder("abc").chmod(0o755)
-
-    with pytest.raises(ForeignFolderError):
-        node_folder.node_folder("abc")
-
-
-def test_a_link_in_place_of_the_folder_is_refused(local_tmp: Path) -> None:
-    (local_tmp / "target").mkdir(mode=0o700)
-    (local_tmp / f"libra-{os.geteuid()}-abc").symlink_to(local_tmp / "target")
-
-    with pytest.raises(ForeignFolderError):
-        node_folder.node_folder("abc")
-
-
-def test_the_last_instance_takes_the_folder_with_it(local_tmp: Path) -> None:
-    folder = node_folder.node_folder("abc")
-    (folder / "rollout_001").mkdir()
-
-    node_folder.leave_node_folder("abc")
-    assert folder.exists()
-
-    (folder / "rollout_001").rmdir()
-    node_folder.leave_node_folder("abc")
-    assert not folder.exists()
-
-
-def test_one_reload_at_a_time_holds_the_node_s_lock(local_tmp: Path) -> None:
-    checks: list[bool] = []
-
-    with node_lock("abc", deadline_s=5, check=lambda: None):
-        with pytest.raises(WaitTimeoutError, match="reload lock"):
-            with node_lock("abc", deadline_s=0.05, check=lambda: checks.append(True)):
-                pass
-        with node_lock("another-run", deadline_s=0.05, check=lambda: None) as waited_s:
-            assert waited_s < 0.05
-    with node_lock("abc", deadline_s=0.05, check=lambda: None) as waited_s:
-        assert waited_s < 0.05
-    assert checks

@@ -72,6 +72,13 @@ def test_a_short_code_means_what_its_word_means(code: str) -> None:
         ("OUT_OF_MEMORY", "0:125", "OutOfMemory", "OUT_OF_MEMORY, OutOfMemory"),
         ("DEADLINE", "0:1", "DeadLine", "DEADLINE, DeadLine"),
         ("FAILED", "0:9", "RaisedSignal:9(Killed)", "FAILED, killed by SIGKILL"),
+        (
+            "FAILED",
+            "0:53",
+            "JobLaunchFailure",
+            "FAILED, Slurm could not write the job's log on its node: the folder is missing there, or closed to the user,"
+            " JobLaunchFailure",
+        ),
         ("FAILED", "7:0", "NonZeroExitCode", "FAILED, exit code 7"),
         ("CANCELLED", "0:0", "None", "CANCELLED"),
         ("TIMEOUT", "0:15", "TimeLimit", "TIMEOUT, killed by SIGTERM, TimeLimit"),

@@ -243,7 +243,7 @@ def test_a_step_of_a_hetjob_names_its_component_and_node(tmp_path: Path) -> None
         "--job-name=rollout_001.0",
     ):
         assert word in line
-    assert line[-5:-1] == ["/opt/python", "-u", "-m", "submitit.core._submit"]
+    assert line[-5:-1] == ["/opt/python", "-u", "-m", "stages.start"]
 
 
 def test_a_step_without_gpus_says_so(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from launch.desired_steps import desired_steps
 from launch.steps import Step
 from launch.stops import Requeued
-from launch.supervisor import FINISH_WAIT_S, TICK_S, Limits
+from launch.supervisor import ENDED_OUTSIDE, FINISH_WAIT_S, TERM_WAIT_S, TICK_S, Limits
 from launch.verdict import Cause, Success
 from stages.desired import StepSpec, read_desired
 from tests.fake_runs import fake_config, fake_plan
@@ -98,6 +98,28 @@ def test_a_cancelled_run_is_not_blamed_on_a_stage_that_left_first() -> None:
         run.at(2.5, "cancel")
 
         assert run.supervise() == CANCEL
+
+
+@pytest.mark.parametrize("end", [STOPPED, KILLED, RAISED])
+def test_a_step_that_ended_with_the_whole_job_is_not_blamed_although_our_term_comes_seconds_later(
+    end: Success | Cause,
+) -> None:
+    with world() as run:
+        run.at(1.9, "ending")
+        run.at(2.0, "rollout_000", end)
+        run.at(9.0, "cancel")
+
+        assert run.supervise() == CANCEL
+        assert run.restarts_of("rollout_000") == []
+
+
+def test_a_job_that_slurm_is_ending_has_an_end_although_no_term_comes() -> None:
+    with world() as run:
+        run.at(1.9, "ending")
+        run.at(2.0, "rollout_000", STOPPED)
+
+        assert run.supervise() == Cause("supervisor", "cancelled", ENDED_OUTSIDE, 143)
+        assert run.now_s < 2.0 + TERM_WAIT_S + 3.0
 
 
 def test_an_instance_whose_component_was_cancelled_is_a_failure_with_an_explanation() -> None:

@@ -12,6 +12,7 @@ from launch.doctor.evidence import Evidence
 from launch.doctor.finding import Finding, not_tried, note, ok
 from launch.doctor.inside.meeting import Scene
 from launch.doctor.wording import by_value, size
+from stages.process import environments
 
 KEY = "shm"
 SHARED_MEMORY = Path("/dev/shm")
@@ -23,7 +24,7 @@ LEAST_BYTES = 1e9
 def measure(_scene: Scene) -> dict[str, Any]:
     """Bytes of /dev/shm, and paths named by Libra on this node that no living process of ours belongs to."""
     folders = {str(SHARED_MEMORY), tempfile.gettempdir(), "/tmp"}
-    return {**_room(SHARED_MEMORY), "leftovers": leftovers(map(Path, sorted(folders)), os.geteuid(), _environments())}
+    return {**_room(SHARED_MEMORY), "leftovers": leftovers(map(Path, sorted(folders)), os.geteuid(), environments())}
 
 
 def _room(folder: Path) -> dict[str, int]:
@@ -44,17 +45,6 @@ def leftovers(folders: Iterable[Path], user: int, environments: Iterable[bytes])
             run_id = path.name.split("-")[2]
             if run_id.encode() not in alive:
                 found.append(str(path))
-    return found
-
-
-def _environments() -> list[bytes]:
-    """Of all processes that we may look at."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            found.append(process.read_bytes())
-        except OSError:
-            pass  # somebody else's, or it has just ended
     return found
 
 
@@ -79,4 +69,8 @@ def _left(evidence: Evidence) -> Finding:
     if not left:
         return ok("leftovers of earlier runs", "none", "remove its own at the end of a run")
     seen = by_value({node: f"{len(paths)}: {' '.join(paths[:NAMED])}" for node, paths in left.items()})
-    return note("leftovers of earlier runs", seen, "not touch them; remove them when no run of yours is there")
+    return note(
+        "leftovers of earlier runs",
+        seen,
+        "remove those in the folder of temporary files at the next start of a run on that node",
+    )
