@@ -6,6 +6,8 @@ Ranks are real processes; the instance and the controller are played by the test
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,3 +177,20 @@ def test_an_instance_that_refuses_beside_the_training_ends_all_ranks_with_that_e
     assert len(set(errors)) == 1
     assert errors[0].startswith("WeightRefreshError: weight refresh to version 1 failed on rollout_000: refused")
     assert trained_steps(run) == [0]
+
+
+def test_ranks_that_wait_for_the_first_to_hear_from_the_instances_end_when_it_is_killed(
+    root: Path, ranks: Ranks
+) -> None:
+    attempt = Attempt(make_run(root, CASE, "killed", max_head_offpolicyness=1), deaf_to=1)
+    attempt.write_batches(range(1))
+    with answering(attempt):
+        ranks.start(attempt.run, CASE.ranks)
+        attempt.wait_requested(1)
+        pid = ranks.process.pid
+        first, _second = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(first), signal.SIGKILL)
+        results = ranks.results()
+
+    assert results[0] == {"error": "it died without a word"}
+    assert "Connection closed by peer" in results[1]["error"]
