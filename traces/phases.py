@@ -65,8 +65,11 @@ _TRAINER = [
     Phase("forward_backward", LedgerClass.USEFUL_TRAIN, "Forward and backward of the micro-batches."),
     Phase("reduce_gradients", LedgerClass.USEFUL_TRAIN, "Gradient exchange that is not hidden by the backward pass."),
     Phase("optimizer_step", LedgerClass.USEFUL_TRAIN, "Clipping and the optimizer's update."),
-    Phase("publish_weights", LedgerClass.WAITING_FOR_WEIGHTS, "Writing the shards and the manifest of a version."),
+    Phase("publish_weights", LedgerClass.WAITING_FOR_WEIGHTS, "The trainer held while its weights are copied."),
     Phase("wait_acks", LedgerClass.WAITING_FOR_WEIGHTS, "The trainer waiting until every instance acknowledged."),
+    Phase("write_version", None, "Beside the training: writing the shards and the manifest of a version."),
+    Phase("serve_version", None, "Beside the training: from the request until every instance acknowledged."),
+    Phase("collect_old", None, "Beside the training: deleting versions, batches and records that nobody needs."),
 ]
 
 _ROLLOUT = [

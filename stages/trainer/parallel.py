@@ -29,7 +29,11 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class RankGrid:
-    """This rank's coordinates. Tensor-parallel ranks are neighbours: rank = dp_rank * tp + tp_rank (pp = cp = 1)."""
+    """This rank's coordinates. Tensor-parallel ranks are neighbours: rank = dp_rank * tp + tp_rank (pp = cp = 1).
+
+    `bytes_group` and `refresh_group` are gloo groups of all ranks: one for the thread that trains, one for what goes on beside
+    it (`stages.trainer.refresher`).
+    """
 
     rank: int
     world_size: int
@@ -40,6 +44,7 @@ class RankGrid:
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     bytes_group: dist.ProcessGroup
+    refresh_group: dist.ProcessGroup
     device: torch.device
 
     @property
@@ -68,9 +73,10 @@ class RankGrid:
 
 @dataclass(frozen=True)
 class TrainerRanks:
-    """All trainer ranks, for `stages.weights` (its RankGroup)."""
+    """All trainer ranks, for `stages.weights` (its RankGroup); over `group`, by default that of the thread that trains."""
 
     grid: RankGrid
+    group: dist.ProcessGroup | None = None
 
     @property
     def rank(self) -> int:
@@ -81,7 +87,7 @@ class TrainerRanks:
         return self.grid.world_size
 
     def gather(self, data: bytes) -> list[bytes]:
-        return gather_bytes(data, self.grid.bytes_group)
+        return gather_bytes(data, self.group or self.grid.bytes_group)
 
 
 @contextmanager
@@ -90,7 +96,7 @@ def connected(context: StageContext, *, tp: int) -> Iterator[RankGrid]:
     if context.world_size % tp:
         raise LayoutError(f"{context.world_size} trainer ranks cannot be split by train_tp_size {tp}")
     device = _device(context)
-    timeout = timedelta(seconds=_collective_timeout_s(context))
+    timeout = timedelta(seconds=collective_timeout_s(context))
     with meeting(context) as store:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -125,18 +131,21 @@ def _device(context: StageContext) -> torch.device:
     return torch.device("cpu")
 
 
-def _collective_timeout_s(context: StageContext) -> float:
-    """Longer than any wait in which one rank may keep the others: for a batch, or for the instances' ACKs."""
+def collective_timeout_s(context: StageContext) -> float:
+    """Longer than any wait in which one rank may keep the others: for the instances' ACKs, and for a batch meanwhile."""
+    longest_s = max(
+        batch_timeout_s(context.config, step=0), batch_timeout_s(context.config, step=1) + refresh_timeout_s(context)
+    )
+    return longest_s + EXTRA_TIMEOUT_S
+
+
+def refresh_timeout_s(context: StageContext) -> float:
+    """How long the instances may take to serve a version, with all replacements of one."""
     config, instances = context.config, len(context.plan.rollout.instances)
     restarts = config.rollout_weight_reload_method == "restart"
     starts = 1 + (instances if restarts and config.rollout_weight_reload_strategy == "serial" else int(restarts))
     start_s = config.rollout.ready_timeout_s + config.rollout.stop_timeout_s
-    longest_s = max(
-        batch_timeout_s(config, step=0),
-        batch_timeout_s(config, step=1),
-        config.weights.refresh_timeout_s + starts * start_s + replacements_s(config),
-    )
-    return longest_s + EXTRA_TIMEOUT_S
+    return config.weights.refresh_timeout_s + starts * start_s + replacements_s(config)
 
 
 def batch_timeout_s(config: LibraConfig, step: int) -> float:
@@ -158,6 +167,7 @@ def _grid(context: StageContext, tp: int, device: torch.device, timeout: timedel
         distributed_timeout_minutes=ceil(timeout.total_seconds() / 60),
     )
     bytes_group: Any = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
+    refresh_group: Any = dist.new_group(backend="gloo", timeout=timeout)
     return RankGrid(
         rank=context.rank,
         world_size=context.world_size,
@@ -168,5 +178,6 @@ def _grid(context: StageContext, tp: int, device: torch.device, timeout: timedel
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         bytes_group=bytes_group,
+        refresh_group=refresh_group,
         device=device,
     )

@@ -1,4 +1,9 @@
-"""The trainer's run: load, publish what was loaded, then train each batch that appears and publish what comes of it."""
+"""The trainer's run: load, publish what was loaded, then train each batch that appears and publish what comes of it.
+
+A version is written and loaded by the instances beside the training (`stages.trainer.refresher`), as long as the next batch may
+hold tokens of the version before; then the trainer waits until it is served. All ranks meet before each batch, before a version,
+and at the end: there they learn of wishes to stop, and of what has failed meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -18,35 +23,30 @@ from stages.checkpoint.load import steps_to_try
 from stages.checkpoint.over import is_over, nothing_left
 from stages.context import StageContext, StoppedError
 from stages.files import wait_for
-from stages.members import members
 from stages.stopping import StopRequestedError
 from stages.trainer.checkpoints import Checkpoints
 from stages.trainer.consumption import check_consumable
 from stages.trainer.hf_weights import export_shards
-from stages.trainer.parallel import RankGrid, TrainerRanks, batch_timeout_s, connected
+from stages.trainer.parallel import RankGrid, TrainerRanks, batch_timeout_s, connected, refresh_timeout_s
 from stages.trainer.policy import Policy, UpdateResult
 from stages.trainer.probe import probe
+from stages.trainer.refresher import Refresher, ServingFailedError
 from stages.trainer.schedule import learning_rate
-from stages.weights.collect import collect
-from stages.weights.hf_folder import other_tokenizer
-from stages.weights.manifest import Manifest, Probe
+from stages.weights.manifest import Probe
 from stages.weights.proof import allowed_difference_nats, probe_change_nats, resolution_nats
-from stages.weights.publish import publish
-from stages.weights.refresh import request_refresh
 
 SECONDS = ("wait_for_batch", "recompute_logprobs", "grpo_update", "publish_weights", "wait_acks")
 BACKENDS = {"megatron_core": Policy.load}
 """By train_backend."""
-SYNCS = {"restart": request_refresh}
-"""By rollout_weight_sync_mode."""
 
 
 class Wish(IntEnum):
-    """What a rank was asked to do; of several ranks' the highest counts."""
+    """What a rank wants all to do; of several ranks' the highest counts. What failed can still be said after a checkpoint."""
 
     GO_ON = 0
-    CHECKPOINT = 1
-    LEAVE = 2
+    FAIL = 1
+    CHECKPOINT = 2
+    LEAVE = 3
 
 
 def run(context: StageContext) -> dict[str, Any]:
@@ -66,7 +66,8 @@ def run(context: StageContext) -> dict[str, Any]:
             print(f"{policy.architecture.name} loaded: tp {grid.tp}, dp {grid.dp}, {grid.device}", flush=True)
             checkpoints = Checkpoints(context, policy, grid)
             step = checkpoints.resume(saved)
-        return Trainer(context, policy, grid, checkpoints, step).run()
+        refresher = stack.enter_context(Refresher(context, grid, checkpoints))
+        return Trainer(context, policy, grid, checkpoints, refresher, step).run()
 
 
 def set_threads(context: StageContext) -> None:
@@ -80,16 +81,18 @@ def set_threads(context: StageContext) -> None:
 class Trainer:
     """All ranks run this in step; rank 0 alone talks to the instances and writes records.
 
-    `step` counts the optimizer steps behind the present weights, so it is also their version; `published` is the newest
-    version that has been published.
+    `step` counts the optimizer steps behind the present weights, so it is also their version; `begun` is the newest version
+    that was begun to be published, `served` the newest whose end was waited for, -1 for none.
     """
 
     context: StageContext
     policy: Policy
     grid: RankGrid
     checkpoints: Checkpoints
+    refresher: Refresher
     step: int = 0
-    published: int = 0
+    begun: int = -1
+    served: int = -1
     last_probe: Probe | None = None
     told_of_blindness: bool = False
 
@@ -104,13 +107,16 @@ class Trainer:
         return {"steps": self.step}
 
     def _train_all(self) -> None:
-        self._refresh(self.step, seconds=dict.fromkeys(SECONDS, 0.0))
+        seconds = dict.fromkeys(SECONDS, 0.0)
+        self._refresh(self.step, seconds)
+        self._wait_unless_ahead(seconds)
         while self.step < self.context.config.total_steps:
             started_s = time.monotonic()
             with self.context.recorder.span("step", step=self.step, version=self.step):
                 self._train()
             self.checkpoints.took_step(time.monotonic() - started_s)
             self.checkpoints.save_when_due(self.step)
+        self.refresher.finish()
         self._agree_to_go_on()
 
     def _nothing_left(self) -> dict[str, Any]:
@@ -120,11 +126,14 @@ class Trainer:
         return {"steps": self.step, "message": message}
 
     def _end_with_checkpoint(self) -> dict[str, Any]:
-        """What has been trained since the last checkpoint is saved; a save that fails here is an error."""
+        """What has been trained since the last checkpoint is saved; a save, or a version, that fails here is an error."""
         request = self.context.stop_request()
         if self.grid.is_first and request is not None:
             print(f"asked to stop ({request.reason}) at step {self.step}", flush=True)
+        self.refresher.cut_short()
         self.checkpoints.save(self.step)
+        self.refresher.finish()
+        self.refresher.raise_failure()
         return {"stopped_at": self.step, "checkpoint": self.checkpoints.saved_step}
 
     def _train(self) -> None:
@@ -141,15 +150,12 @@ class Trainer:
         try:
             if self._is_published(self.step):
                 self._refresh(self.step, seconds)
-        except StopRequestedError:
-            # The step is taken, although the wait for its version was cut short.
+            self._wait_unless_ahead(seconds)
+        except (StoppedError, StopRequestedError):
+            # The step is taken, although the wait for a version was cut short.
             self._write_receipt(step, batch, result, seconds)
             raise
         self._write_receipt(step, batch, result, seconds)
-        if self.grid.is_first:
-            # A controller that is started again goes on from the published version: it looks for the batches behind it.
-            before = min(self.published, self.checkpoints.first_needed_batch(self.step))
-            collect(self.context, batches_before=before)
 
     def update(self, batch: Batch, step: int, seconds: dict[str, float]) -> UpdateResult:
         """Proximal log-probs when recompute_logprobs says so, then the GRPO update."""
@@ -170,8 +176,10 @@ class Trainer:
         Ranks agree here whether to go on, so that none leaves a collective operation of another.
         """
         run, limit_s = self.context.run, batch_timeout_s(self.context.config, step)
+        if self.begun > self.served:
+            limit_s += refresh_timeout_s(self.context)  # an instance that loads may not generate
         found = None
-        with suppress(StoppedError, StopRequestedError):
+        with suppress(StoppedError, StopRequestedError, ServingFailedError):
             found = wait_for(
                 lambda: read_batch(run, step, own=True),
                 deadline_s=limit_s,
@@ -188,69 +196,71 @@ class Trainer:
         """Ends a wait of this rank alone; what all do is agreed afterwards."""
         self.context.check_stop()
         self.context.check_stop_request()
+        self.refresher.check()
 
     def _agree_to_go_on(self) -> None:
-        """Collective. Raises StoppedError, else StopRequestedError, on all ranks when one of them was asked to."""
-        requested = Wish.GO_ON if self.context.stop_request() is None else Wish.CHECKPOINT
-        wish = self.grid.highest(Wish.LEAVE if self.context.stop.is_set() else requested)
+        """Collective: the ranks meet. Raises on all of them StoppedError or StopRequestedError, when one was asked to, or else
+        what failed beside the training of one.
+        """
+        wish = self.grid.highest(self._wish())
         if wish == Wish.LEAVE:
             raise StoppedError("a trainer rank was asked to stop")
         if wish == Wish.CHECKPOINT:
             raise StopRequestedError("a trainer rank was asked to end with a checkpoint")
+        if wish == Wish.FAIL:
+            self.refresher.raise_failure()
+
+    def _wish(self) -> Wish:
+        if self.context.stop.is_set():
+            return Wish.LEAVE
+        if self.context.stop_request() is not None:
+            return Wish.CHECKPOINT
+        return Wish.FAIL if self.refresher.has_failed else Wish.GO_ON
 
     def _is_published(self, version: int) -> bool:
         config = self.context.config
         return version % config.sync_interval == 0 or version == config.total_steps
 
     def _refresh(self, version: int, seconds: dict[str, float]) -> None:
-        """Publish the present weights as `version`; rank 0 waits until every instance has proved them."""
+        """Begin to publish the present weights as `version`; the version before must be done with first."""
+        if self.begun > self.served:
+            self._wait(seconds)
         with self._timed("publish_weights", seconds, version=version):
-            manifest = self._publish(version)
-            self.published = version
-            if self.grid.is_first:
-                if version:
-                    self.context.recorder.flow_end("step", version - 1)
-                self.context.recorder.flow_start("version", version)
+            self.refresher.finish()
+            self._agree_to_go_on()
+            proof = probe(self.policy)
+            shards = export_shards(self.policy.trainable.module, self.policy.architecture, self.grid)
+            self.refresher.begin(version, shards, proof)
+            self.begun = version
         if self.grid.is_first:
-            with self._timed("wait_acks", seconds, version=version):
-                self._wait_acks(manifest, seconds["publish_weights"])
-            self._say_when_the_proof_is_blind(manifest)
-        # The other ranks stay here, so that their clocks for the next batch do not run while instances load or start.
+            self._say_when_the_proof_is_blind(version, proof)
+
+    def _wait_unless_ahead(self, seconds: dict[str, float]) -> None:
+        """Wait for the version under way, unless the next batch may hold only tokens of the version before.
+
+        Otherwise the batch cannot come earlier, and its clock must not run while instances load or start.
+        """
+        config = self.context.config
+        is_ahead = self.served >= 0 and self.step - self.served <= config.max_head_offpolicyness
+        if self.begun > self.served and not (is_ahead and self.step < config.total_steps):
+            self._wait(seconds)
+
+    def _wait(self, seconds: dict[str, float]) -> None:
+        with self._timed("wait_acks", seconds, version=self.begun):
+            self.refresher.wait()
+        self.served = self.begun
         self._agree_to_go_on()
 
-    def _publish(self, version: int) -> Manifest:
-        config = self.context.config
-        return publish(
-            self.context.run,
-            version=version,
-            step=version,
-            tensors=export_shards(self.policy.trainable.module, self.policy.architecture, self.grid),
-            probe=probe(self.policy),
-            source_folder=Path(config.model_path),
-            options=config.weights,
-            ranks=TrainerRanks(self.grid),
-            tokenizer_folder=other_tokenizer(config),
-        )
-
-    def _wait_acks(self, manifest: Manifest, publish_s: float) -> None:
-        """When this rank, the first, is asked to stop meanwhile, the others must hear of it before it leaves."""
-        instances = members(self.context.run, self.context.plan)
-        sync = SYNCS[self.context.config.rollout_weight_sync_mode]
-        with suppress(StoppedError, StopRequestedError):
-            sync(self.context, manifest, instances, publish_s, self._check_wishes)
-
-    def _say_when_the_proof_is_blind(self, manifest: Manifest) -> None:
+    def _say_when_the_proof_is_blind(self, version: int, proof: Probe) -> None:
         """Once: when a version is so close to the one before that the proof of load cannot tell them apart."""
-        before, self.last_probe = self.last_probe, manifest.probe
+        before, self.last_probe = self.last_probe, proof
         if before is None or self.told_of_blindness:
             return
-        config, change = self.context.config, probe_change_nats(before, manifest.probe)
-        if change <= allowed_difference_nats(
-            config.weights.proof_tolerance, resolution_nats(config), before, manifest.probe
-        ):
+        config, change = self.context.config, probe_change_nats(before, proof)
+        if change <= allowed_difference_nats(config.weights.proof_tolerance, resolution_nats(config), before, proof):
             self.told_of_blindness = True
             print(
-                f"version {manifest.version} moved the probe by {change:.1e} nats: too little for the proof of load, which would"
+                f"version {version} moved the probe by {change:.1e} nats: too little for the proof of load, which would"
                 " pass an engine that kept the version before (said once)",
                 flush=True,
             )

@@ -6,7 +6,8 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from stages.publication import Publication as FolderPublication
 from stages.weights.collect import sweep_leftovers
 from stages.weights.errors import NoSpaceError, PublishError
 from stages.weights.hf_folder import CONFIG_FILE
-from stages.weights.layout import INDEX_FILE, Offer
+from stages.weights.layout import INDEX_FILE, Offer, Slice
 from stages.weights.manifest import FileEntry, Manifest, Part, Probe, TensorEntry, model_config_digest, xxh3_128
 from stages.weights.parallel import thread_count
 from stages.weights.ranks import agree
@@ -104,14 +105,23 @@ class Publication:
 
     def _open(self, tensors: Iterable[LocalTensor], lend: bool) -> _Opening:
         """Begin all copies, describe what this rank owns; rank 0 makes the temporary folder."""
+        coming = iter(tensors)
+        try:
+            slices = self._copy(coming, lend)
+        except (OSError, RuntimeError, ValueError):
+            deque(coming, maxlen=0)  # other ranks may need this one's part to make theirs
+            raise
+        offer = Offer(socket.gethostname(), tuple(slices), self._publisher.threads)
+        return _Opening(offer, self._make_folder() if self._is_first else "")
+
+    def _copy(self, tensors: Iterator[LocalTensor], lend: bool) -> list[Slice]:
         copier, slices = self._publisher.copier, []
         with copier.copying():
             for local in tensors:
                 slices.append(local.slice(self._publisher.dtype))
                 for piece in pieces(local, self._publisher.dtype):
                     self._copies.append((piece, copier.lend(piece) if lend else copier.copy(piece)))
-        offer = Offer(socket.gethostname(), tuple(slices), self._publisher.threads)
-        return _Opening(offer, self._make_folder() if self._is_first else "")
+        return slices
 
     def _make_folder(self) -> str:
         run, final = self._run, self._run.weights_version(self.version)

@@ -16,6 +16,7 @@ from stages.trainer.checkpoints import Checkpoints
 from stages.trainer.micro_batches import MicroBatch
 from stages.trainer.parallel import RankGrid
 from stages.trainer.policy import Policy
+from stages.trainer.refresher import Refresher
 from stages.trainer.stage import SECONDS, Trainer
 from traces.recorder import Recorder
 
@@ -63,7 +64,9 @@ def test_log_probs_are_recomputed_before_the_update_only_where_the_run_wants_it(
     )
     with Recorder(tmp_path, "trainer", 0, 1, "trainer", enabled=False) as recorder:
         context = SimpleNamespace(config=LibraConfig(recompute_logprobs=wanted), recorder=recorder)
-        trainer = Trainer(cast(StageContext, context), cast(Policy, policy), GRID, cast(Checkpoints, None))
+        trainer = Trainer(
+            cast(StageContext, context), cast(Policy, policy), GRID, cast(Checkpoints, None), cast(Refresher, None)
+        )
         seconds = dict.fromkeys(SECONDS, 0.0)
 
         trainer.update(batch(1), 0, seconds)

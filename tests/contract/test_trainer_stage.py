@@ -30,7 +30,7 @@ from planner.plan import InstancePlacement, Plan, RolloutLayout, TrainLayout
 from stages.batches import Batch, Sequence, write_batch
 from stages.files import list_names, wait_for
 from stages.rundir import RunDir
-from stages.trainer.parallel import _collective_timeout_s, batch_timeout_s
+from stages.trainer.parallel import batch_timeout_s, collective_timeout_s
 from stages.weights import apply, reader
 from stages.weights.manifest import Manifest
 from stages.weights.records import Loaded, Prepared, Proof
@@ -113,6 +113,7 @@ def make_run(root: Path) -> RunDir:
         train_tp_size=TP,
         train_dtype="float32",
         total_steps=5,
+        max_head_offpolicyness=0,
         learning_rate=1e-2,
         micro_batch_size=3,
         hardware=HardwareConfig(device="cpu"),
@@ -254,7 +255,7 @@ def test_a_collective_waits_longer_than_anything_that_one_rank_waits_for(
     instances = tuple(InstancePlacement(f"rollout_{n:03d}", 1, 1, 0) for n in range(3))
     context = SimpleNamespace(config=config, plan=SimpleNamespace(rollout=SimpleNamespace(instances=instances)))
 
-    limit_s = _collective_timeout_s(context)  # type: ignore[arg-type]
+    limit_s = collective_timeout_s(context)  # type: ignore[arg-type]
 
     assert limit_s > config.weights.refresh_timeout_s + starts * config.rollout.ready_timeout_s
     assert limit_s > batch_timeout_s(config, step=0) > batch_timeout_s(config, step=1)

@@ -90,6 +90,6 @@ def test_the_trainer_publishes_every_so_many_steps_and_the_last(interval: int, p
     context = cast(Any, SimpleNamespace(config=LibraConfig(sync_interval=interval, total_steps=5)))
     nothing = cast(Any, None)
 
-    trainer = Trainer(context, nothing, nothing, nothing)
+    trainer = Trainer(context, nothing, nothing, nothing, nothing)
 
     assert [version for version in range(1, 6) if trainer._is_published(version)] == published
