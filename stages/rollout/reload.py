@@ -79,6 +79,7 @@ class Reloads:
         self._recorder = recorder
         self._busy = ""
         self._prepared: Manifest | None = None
+        self._prepared_method = ""
         self._seeding: asyncio.Task[None] | None = None
         self.proved: Manifest | None = None
         self.gate = Gate("" if settings.serve_unproved else "no version of the weights has been proved yet")
@@ -117,7 +118,7 @@ class Reloads:
                     await asyncio.to_thread(_verified, self._run, manifest)
                 else:
                     await self._read_into_workers(order)
-            self._prepared = manifest
+            self._prepared, self._prepared_method = manifest, order.method
             return {"bytes": manifest.weight_bytes, "prepare_s": time.monotonic() - started_s}
 
     async def commit(self, order: Order) -> dict[str, Any]:
@@ -130,6 +131,11 @@ class Reloads:
             manifest = self._prepared
             if manifest is None or (manifest.version, manifest.digest) != (order.version, order.digest):
                 raise NotPreparedError(f"version {order.version} with digest {order.digest} is not prepared")
+            if not self._prepared_method == order.method == "inplace":
+                raise NotPreparedError(
+                    f"version {order.version} was prepared by the method {self._prepared_method}, the commit says "
+                    f"{order.method}: only what was prepared in place is in the workers' memory and can be committed there"
+                )
             self._check_newer(order)
             self._prepared = None
             seeded = await self._seeded()

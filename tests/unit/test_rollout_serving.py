@@ -156,6 +156,28 @@ def test_the_restart_method_verifies_the_files_without_reading_them_into_the_eng
     in_loop(body)
 
 
+@pytest.mark.parametrize(
+    "prepared, committed", [("restart", "inplace"), ("inplace", "restart"), ("restart", "restart")]
+)
+def test_a_commit_of_what_was_not_prepared_in_place_is_refused_and_changes_nothing(
+    run: RunDir, v0: Manifest, prepared: str, committed: str
+) -> None:
+    async def body() -> None:
+        guarded = guard(run)
+        await guarded.refresh(v0)
+        v1 = publish_full(run, 1)
+        assert (await guarded.give("prepare", guarded.order(v1, method=prepared))).status_code == 200
+        guarded.engine.log.clear()
+        response = await guarded.give("commit", guarded.order(v1, method=committed))
+        assert (response.status_code, response.json()["kind"]) == (409, "not_prepared")
+        assert f"by the method {prepared}, the commit says {committed}" in response.json()["error"]
+        assert not guarded.engine.log
+        assert (await guarded.generate()).headers["x-libra-version"] == "0"
+        assert (await guarded.refresh(v1)).status_code == 200
+
+    in_loop(body)
+
+
 def test_a_server_started_from_a_version_serves_it_once_it_is_proved(run: RunDir, v0: Manifest) -> None:
     async def body() -> None:
         guarded = guard(run, start_version=0)
