@@ -9,6 +9,7 @@ is for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,9 +50,30 @@ def as_words(view: torch.Tensor, word: torch.dtype) -> torch.Tensor:
 
 def host_sum(view: torch.Tensor, word: torch.dtype, factors: torch.Tensor) -> int:
     """With numpy, which uses one thread and releases the interpreter's lock: the caller has threads of its own."""
-    words = as_words(view, word).numpy()
-    columns = np.add.reduce(words, axis=0, dtype=np.int64)
-    return int(np.add.reduce(columns * factors.numpy()[: len(columns)]))
+    return _rows_sum(as_words(view, word).numpy(), factors.numpy())
+
+
+def stretch_sum(words: Any, first: int, width: int, factors: Any) -> int:
+    """The share of consecutive `words` (numpy) in the sum of a tensor whose rows have `width` words each.
+
+    `first` is the place of the first in the tensor, counted in words. `wrapped` makes a sum of shares.
+    """
+    column = first % width
+    head = min(-first % width, len(words))
+    end = len(words) - (len(words) - head) % width
+    total = _rows_sum(words[:head].reshape(1, head), factors[column:])
+    total += _rows_sum(words[head:end].reshape(-1, width), factors)
+    return total + _rows_sum(words[end:].reshape(1, len(words) - end), factors)
+
+
+def wrapped(total: int) -> int:
+    """Modulo 2^64, as int64."""
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _rows_sum(rows: Any, factors: Any) -> int:
+    columns = np.add.reduce(rows, axis=0, dtype=np.int64)
+    return int(np.add.reduce(columns * factors[: len(columns)]))
 
 
 def device_sums(views: Sequence[torch.Tensor], words: Sequence[torch.dtype], factors: torch.Tensor) -> list[int]:

@@ -12,20 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 
 from stages.files import list_names
 from stages.rollout import compat_model
-from stages.rollout.checksums import as_words, column_factors, device_sums, host_sum, word_of
+from stages.rollout.checksums import as_words, column_factors, device_sums, word_of
 from stages.rollout.copy_plan import Copy, PlanError, record
 from stages.rollout.signature import model_signature
+from stages.rollout.source_sums import SourceSums
 from stages.rollout.staging import SegmentLayout, Staging
 from stages.rundir import RunDir
 from stages.weights.errors import SignatureMismatchError
 from stages.weights.manifest import Manifest, xxh3_128
-from stages.weights.parallel import map_threads, thread_count
 from stages.weights.reader import read_verified
 from stages.weights.tensors import TORCH_DTYPES
 
@@ -57,12 +56,16 @@ class EngineWeights:
         self.staging = Staging(run_id, self.layout, for_cuda=device.type == "cuda")
         self._packed = compat_model.packed_layers(self._model)
         self._copies: list[Copy] = []
+        self._words: list[torch.dtype] = []
+        self._factors = column_factors(0)
+        self._gathered: dict[int, torch.Tensor] = {}
         self.why_reload = compat_model.why_not_copied(self._model)
         if not self.why_reload:
             try:
                 self._plan(start_folder)
             except PlanError as problem:
-                self._copies, self.why_reload = [], str(problem)
+                self._copies, self._words, self._gathered = [], [], {}
+                self.why_reload = str(problem)
 
     def description(self) -> dict[str, Any]:
         """Result of the start, for the log."""
@@ -127,25 +130,16 @@ class EngineWeights:
         Raises WeightsError for damaged or unfit files, WaitTimeoutError, and whatever `check` raises to give up.
         """
         self._check_fit(manifest)
-        version = StagedVersion(manifest, False, [0] * len(self._copies))
-        by_name: dict[str, list[int]] = {}
-        for index, copy in enumerate(self._copies):
-            by_name.setdefault(copy.name, []).append(index)
-
-        def collect(name: str) -> None:
-            for index in by_name.get(name, ()):
-                version.sums[index] = self._collected(index)
+        sums = SourceSums(self._copies, self.staging.tensors, self._words, self._factors, self._gathered)
 
         def fill() -> None:
-            read_verified(run, manifest, into=self.staging.tensors, done=collect)
+            sums.restart()  # another process may have replaced what was read before it was held
+            read_verified(run, manifest, into=self.staging.tensors, arrived=sums.add)
 
         content = f"version {manifest.version} {manifest.digest}"
-        version.read_here = self.staging.hold(content, fill, deadline_s=deadline_s, check=check)
-        if not version.read_here:
-            map_threads(collect, list(by_name), thread_count(0, self.layout.num_bytes))
-        if not self._packed:
-            version.targets = self._targets()
-        return version
+        read_here = self.staging.hold(content, fill, deadline_s=deadline_s, check=check)
+        targets = [] if self._packed else self._targets()
+        return StagedVersion(manifest, read_here, sums.complete(was_added=read_here), targets)
 
     def _check_fit(self, manifest: Manifest) -> None:
         """A tensor that is not in the version would leave the one before in memory."""
@@ -153,16 +147,6 @@ class EngineWeights:
             entry = manifest.tensors.get(name)
             if entry is None or (entry.dtype, entry.shape) != wanted:
                 raise SignatureMismatchError(name, f"the engine loads it as {wanted}, the version has {entry}")
-
-    def _collected(self, index: int) -> int:
-        """The sum of a copy's source, which is gathered first where it has a buffer."""
-        copy = self._copies[index]
-        if index in self._gathered:
-            np.copyto(
-                as_words(self._gathered[index], self._words[index]).numpy(),
-                as_words(copy.source.of(self.staging.tensors[copy.name]), self._words[index]).numpy(),
-            )
-        return host_sum(self._source(index), self._words[index], self._factors)
 
     # ---- while paused --------------------------------------------------------------------------------------------
 

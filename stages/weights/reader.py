@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -81,13 +80,15 @@ def read_verified(
     *,
     threads: int = 0,
     into: Mapping[str, torch.Tensor] | None = None,
-    done: Callable[[str], None] | None = None,
+    arrived: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Tensors of a version on the CPU, in the published number format, each byte read once and verified.
 
     `names` restricts the tensors (and the files that are looked at); `threads` 0 takes this process's processors.
-    `into` holds contiguous CPU tensors to read into, of the published format and shape; others are allocated. `done` is
-    called with the name of each tensor as soon as it is read and verified, by the thread that read its last piece.
+    `into` holds contiguous CPU tensors to read into, of the published format and shape; others are allocated.
+    `arrived` is called with (tensor, first byte, length) for bytes that were just read and hashed, by the thread that read
+    them, while they are in its processor's cache; together the calls name every byte once. Only when this function returns
+    are they known to be those of the manifest.
     File lengths are compared first, then the digests of small files and headers, then tensors.
     Raises SizeMismatchError, DigestMismatchError, KeyError for an unknown name; `into` may then hold anything.
     """
@@ -96,11 +97,9 @@ def read_verified(
     tensors = {
         name: given[name] if name in given else empty_tensor(entry.dtype, entry.shape) for name, entry in wanted.items()
     }
-    remaining = _Remaining(wanted, done)
 
     def read(piece: _Piece, fds: Mapping[str, int]) -> None:
-        _read_piece(fds[piece.entry.file], piece, tensors[piece.name])
-        remaining.finish(piece.name)
+        _read_piece(fds[piece.entry.file], piece, tensors[piece.name], arrived)
 
     only = None if names is None else {entry.file for entry in wanted.values()}
     _for_pieces(run, manifest, wanted, only, threads, read)
@@ -159,22 +158,6 @@ def _pieces(name: str, entry: TensorEntry) -> list[_Piece]:
     return [_Piece(name, entry, entry.parts, 0, entry.bytes)]
 
 
-class _Remaining:
-    """Counts the pieces that are left of each tensor and tells when there are none."""
-
-    def __init__(self, tensors: Mapping[str, TensorEntry], done: Callable[[str], None] | None) -> None:
-        self._left = {name: len(_pieces(name, entry)) for name, entry in tensors.items()}
-        self._done = done
-        self._lock = threading.Lock()
-
-    def finish(self, name: str) -> None:
-        with self._lock:
-            self._left[name] -= 1
-            is_last = self._left[name] == 0
-        if is_last and self._done is not None:
-            self._done(name)
-
-
 def _for_pieces(
     run: RunDir,
     manifest: Manifest,
@@ -226,7 +209,9 @@ def _check_prefix(fd: int, name: str, entry: FileEntry) -> None:
         raise DigestMismatchError("", name, entry.xxh3_128, found)
 
 
-def _read_piece(fd: int, piece: _Piece, tensor: torch.Tensor) -> None:
+def _read_piece(
+    fd: int, piece: _Piece, tensor: torch.Tensor, arrived: Callable[[str, int, int], None] | None = None
+) -> None:
     """Read the piece to its place in `tensor`, which is the whole one."""
     entry, (part, *others) = piece.entry, piece.parts
     memory = bytes_of(tensor).data
@@ -234,6 +219,8 @@ def _read_piece(fd: int, piece: _Piece, tensor: torch.Tensor) -> None:
         _read_into(fd, memory, entry.offset, entry.file, entry.offset + entry.bytes)
         for each in piece.parts:
             _compare(piece, each, _digest_of_slice(tensor[each.box.slices()]))
+        if arrived is not None:
+            arrived(piece.name, 0, entry.bytes)
         return
     hasher = xxhash.xxh3_128()
     view = memory[piece.first : piece.first + piece.length]
@@ -242,6 +229,8 @@ def _read_piece(fd: int, piece: _Piece, tensor: torch.Tensor) -> None:
         offset = entry.offset + piece.first + begin
         _read_into(fd, chunk, offset, entry.file, entry.offset + entry.bytes)
         hasher.update(chunk)  # while the chunk is still in the processor's cache
+        if arrived is not None:
+            arrived(piece.name, piece.first + begin, len(chunk))
     _compare(piece, part, hasher.hexdigest())
 
 

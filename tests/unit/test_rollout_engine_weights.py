@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from stages.rollout import memory_folder
 from stages.rollout.engine_weights import EngineWeights, StagedVersion
 from stages.rundir import RunDir
+from stages.weights import reader
 from stages.weights.errors import DigestMismatchError, SignatureMismatchError
 from stages.weights.manifest import Manifest
 from tests.engine_kit import DOWN, EMBED, NORM, QKV, EngineModel, checkpoint, engine, loaded, publish_version
@@ -64,6 +66,49 @@ def test_versions_follow_each_other_in_the_same_memory(run: RunDir, start: Path)
         assert weights.swap(staged)["fault"] == ""
         weights.staging.release()
         assert holds(model, checkpoint(version))
+
+
+def test_bytes_that_are_read_twice_before_they_are_held_are_summed_up_once(
+    run: RunDir, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may replace them in the moment between reading and holding."""
+    weights = engine(run, loaded(EngineModel(), checkpoint(0)), start)
+    honest = weights.staging.hold
+
+    def hold(content: str, fill: Callable[[], None], **how: Any) -> bool:
+        fill()
+        return honest(content, fill, **how)
+
+    monkeypatch.setattr(weights.staging, "hold", hold)
+
+    assert weights.swap(stage(weights, run, publish_version(run, 1)))["fault"] == ""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_sums_are_the_same_whoever_read_the_bytes_and_in_whatever_pieces(
+    run: RunDir, start: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = publish_version(run, 1)
+    for rank in range(size):
+        sums = []
+        for chunk_bytes in (4 << 20, 24, 20, 6):  # 6: ends within a word
+            weights = engine(run, loaded(EngineModel(rank, size), checkpoint(0)), start)
+            monkeypatch.setattr(reader, "_CHUNK_BYTES", chunk_bytes)
+            reading = stage(weights, run, manifest)
+            weights.staging.release()
+            sharing = stage(weights, run, manifest)
+            assert (reading.read_here, sharing.read_here) == (True, False)
+            assert reading.sums == sharing.sums
+            assert weights.swap(reading)["fault"] == ""
+            sums.append(reading.sums)
+            weights.staging.release()
+            forget_content(weights)
+        assert sums == [sums[0]] * len(sums)
+
+
+def forget_content(weights: EngineWeights) -> None:
+    assert weights.staging._segment is not None
+    os.ftruncate(weights.staging._segment._lock, 0)
 
 
 def skip(weights: EngineWeights, fault: Callable[[int, torch.Tensor, torch.Tensor], None]) -> None:

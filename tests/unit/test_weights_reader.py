@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from conf.sections import WeightsConfig
 from stages.files import WaitTimeoutError
 from stages.rundir import OutsideRunError, RunDir
+from stages.weights import reader
 from stages.weights.errors import DigestMismatchError, SizeMismatchError
 from stages.weights.manifest import Manifest
 from stages.weights.publish import publish
 from stages.weights.ranks import RankGroup
 from stages.weights.reader import faults, load_manifest, read_verified, verify, wait_for_manifest
-from stages.weights.tensors import LocalTensor
+from stages.weights.tensors import LocalTensor, bytes_of
 from tests.weights_kit import PROBE, make_source, publish_full, run_ranks, small_tensors
 
 
@@ -173,6 +174,25 @@ def test_only_the_named_tensors_are_read(published: tuple[RunDir, Manifest]) -> 
         read = read_verified(run, manifest, ["model.embed"])
 
     assert list(read) == ["model.embed"]
+
+
+def test_bytes_are_reported_once_each_when_they_are_in_memory(
+    published: tuple[RunDir, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, manifest = published
+    monkeypatch.setattr(reader, "_CHUNK_BYTES", 12)
+    into = {name: torch.zeros_like(tensor) for name, tensor in small_tensors(1).items()}
+    found = {name: bytearray(entry.bytes) for name, entry in manifest.tensors.items()}
+    reported = dict.fromkeys(manifest.tensors, 0)
+
+    def arrived(name: str, first: int, length: int) -> None:
+        found[name][first : first + length] = bytes_of(into[name])[first : first + length].tobytes()
+        reported[name] += length
+
+    read_verified(run, manifest, threads=1, into=into, arrived=arrived)
+
+    assert reported == {name: entry.bytes for name, entry in manifest.tensors.items()}
+    assert found == {name: bytearray(bytes_of(tensor).tobytes()) for name, tensor in small_tensors(1).items()}
 
 
 def test_every_byte_is_read_once(published: tuple[RunDir, Manifest], monkeypatch: pytest.MonkeyPatch) -> None:
