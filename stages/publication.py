@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.files import fsync_path, fsync_paths, json_text, list_names, remove_tree
+from stages.files import DamagedRecordError, fsync_path, fsync_paths, json_text, list_names, remove_tree
 
 if TYPE_CHECKING:
     from stages.rundir import RunDir
@@ -32,13 +33,16 @@ class Publication:
         Without `flush` only the manifest and the names are made durable: for data whose damage the manifest tells.
         `pointer` is a record beside the directory, written when the directory has its name (weights/LATEST.json).
         A directory of that name left by an older attempt is moved aside first and removed.
+
+        Raises what `RunDir.write` raises. When a newer attempt begins meanwhile, what it has published keeps its name.
         """
         self._write_manifest(payload)
         fsync_paths(
             [*(self.path / name for name in (list_names(self.path) if flush else [self.manifest_name])), self.path]
         )
+        self.run.check_fence()  # making it durable may have taken minutes
         trash = self._move_aside()
-        os.rename(self.path, self.final)
+        self._take_name()
         self.committed = True
         if pointer is None:
             fsync_path(self.final.parent)
@@ -55,8 +59,31 @@ class Publication:
             handle.write(text)
 
     def _move_aside(self) -> Path | None:
+        """Looks once more after the move: the fence may have fallen, or been seen late (NFS remembers listings), before it."""
         if self.final.name not in list_names(self.final.parent):
             return None
         trash = self.final.with_name(f".{self.final.name}.trash-{secrets.token_hex(4)}")
         os.rename(self.final, trash)
+        try:
+            self.run.check_fence()
+            self.run.check_older(self._attempt_of(trash))
+        except BaseException:
+            os.rename(trash, self.final)
+            raise
         return trash
+
+    def _attempt_of(self, folder: Path) -> int:
+        """-1 for what is no whole publication of this run: it may be replaced."""
+        try:
+            record = self.run.read(folder / self.manifest_name, any_attempt=True)
+        except DamagedRecordError:
+            return -1
+        return -1 if record is None else int(record["attempt"])
+
+    def _take_name(self) -> None:
+        try:
+            os.rename(self.path, self.final)
+        except OSError as problem:
+            if problem.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                self.run.check_fence()  # who took the name between our two steps is a newer attempt
+            raise

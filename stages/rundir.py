@@ -324,9 +324,13 @@ class RunDir:
         return inode, record
 
     def check_fence(self) -> None:
-        newest = self.newest_attempt()
-        if newest > self.attempt:
-            raise FencedError(f"attempt {self.attempt} ({self.writer}) is over: attempt {newest} of {self.root} runs")
+        """Raises FencedError when a newer attempt exists."""
+        self.check_older(self.newest_attempt())
+
+    def check_older(self, attempt: int) -> None:
+        """Raises FencedError when `attempt`, of which a trace was found, is newer than this process's."""
+        if attempt > self.attempt:
+            raise FencedError(f"attempt {self.attempt} ({self.writer}) is over: attempt {attempt} of {self.root} runs")
 
     def inside(self, path: Path | str) -> Path:
         """`path` (absolute, or relative to the run) as a real path inside the run; follows symbolic links.

@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -248,6 +249,61 @@ def test_a_publication_without_commit_leaves_nothing(run: RunDir, fails: bool) -
         fill()
 
     assert os.listdir(run.batches) == []
+
+
+@pytest.mark.parametrize("moment", ["fsync", "rename"], ids=["while it flushes", "between its last look and the move"])
+def test_what_a_newer_attempt_has_published_keeps_its_name(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    _publish_batch(run, "left over")
+    call, newer = getattr(os, moment), list[int]()
+
+    def overtaken(*arguments: Any) -> None:
+        if not newer:
+            newer.append(run.attempt + 1)
+            run.start_attempt(run.attempt + 1)
+            _publish_batch(RunDir.open(run.root, writer="trainer"), "new")
+        call(*arguments)
+
+    monkeypatch.setattr(os, moment, overtaken)
+    with pytest.raises(FencedError):
+        _publish_batch(run, "old")
+
+    assert (run.batch(3) / "data").read_text() == "new"
+    assert [name for name in os.listdir(run.batches) if not name.startswith(".step_000003.trash-")] == ["step_000003"]
+
+
+def test_what_a_newer_attempt_has_published_keeps_its_name_where_its_beginning_is_not_seen(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.start_attempt(1)
+    _publish_batch(RunDir.open(run.root, writer="trainer"), "new")
+    monkeypatch.setattr(RunDir, "newest_attempt", lambda _: 0)  # an NFS client remembers the listing for a while
+
+    with pytest.raises(FencedError, match="attempt 1 of"):
+        _publish_batch(run, "old")
+
+    assert (run.batch(3) / "data").read_text() == "new"
+    assert os.listdir(run.batches) == ["step_000003"]
+
+
+def test_a_name_taken_by_a_newer_attempt_at_the_last_moment_is_its(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, newer = os.rename, list[int]()
+
+    def overtaken(source: Path, target: Path) -> None:
+        if not newer:
+            newer.append(1)
+            run.start_attempt(1)
+            _publish_batch(RunDir.open(run.root, writer="trainer"), "new")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", overtaken)
+    with pytest.raises(FencedError):
+        _publish_batch(run, "old")
+
+    assert (run.batch(3) / "data").read_text() == "new"
 
 
 def test_a_publication_that_cannot_get_its_name_leaves_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
