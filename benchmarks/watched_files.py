@@ -90,7 +90,7 @@ class WatchedFiles:
 
     def real(self, name: str) -> Callable[..., Any]:
         """The call itself, unwatched; `name` as in os."""
-        return self._real.get(name) or getattr(os, name)  # type: ignore[no-any-return]
+        return self._real.get(name) or getattr(os, name)
 
     def relative(self, path: Any, dir_fd: int | None = None) -> str | None:
         """None for what is not watched."""

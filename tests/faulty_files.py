@@ -28,7 +28,8 @@ from benchmarks.watched_files import Operation, WatchedFiles
 class Late:
     """Each other host looks `looks` times (a listing of the folder, an opening) before it sees a new name, or new content under it.
 
-    So NFS does: it remembers for a while that there was no such file, or what it was.
+    So NFS does: it remembers for a while that there was no such file, or what it was. Not for folders that several hosts make:
+    who is told by mkdir that there is one already also sees it then, which is not imitated.
     """
 
     pattern: str
@@ -176,6 +177,8 @@ class FaultyFiles(WatchedFiles):
                 self._forget(operation.path)
 
     def place_of(self, path: str, real: str) -> str:
+        if not self._new:
+            return real
         with self._lock:
             for name in (path, *map(str, PurePosixPath(path).parents)):
                 new = self._new.get(name)
@@ -196,6 +199,11 @@ class FaultyFiles(WatchedFiles):
                     number = self.real("stat")(new.previous).st_ino
                     shown.append(_OldEntry(entry.name, entry.path, number))
         return shown
+
+    def settle(self) -> None:
+        """From now on all hosts see what is there."""
+        with self._lock:
+            self._new.clear()
 
     def _note(self, path: str) -> None:
         for rule in self._rules(Late, path):
