@@ -62,3 +62,17 @@ def test_what_fails_is_told_and_ends_with_an_error(tmp_path: Path) -> None:
     assert "---- end of " in done.stdout
     assert [line["skipped"] for line in lines if "skipped" in line] == ["inplace"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_benchmark_on_a_cpu_measures_a_pause_too(tmp_path: Path) -> None:
+    sizes = ["--gigabytes", "0.01", "--engine-gigabytes", "0.001", "--repeat", "1"]
+    command = [sys.executable, "-m", "benchmarks.weights", *sizes, "--json", "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=400, check=False)
+
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert 0 < result["engine_bytes"] < result["bytes"]
+    assert 0 < result["paused_s"] <= result["paused_worst_s"]
+    assert result["engine_requests_failed"] == 0
+    assert {"publish_ratio", "prepare_ratio", "peak_extra_host_bytes"} <= result.keys()
+    assert list(tmp_path.iterdir()) == []

@@ -15,7 +15,17 @@ PROJECT = Path(__file__).parents[2]
 
 
 def test_one_run_measures_publish_prepare_and_their_rivals(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.weights", "--gigabytes", "0.01", "--repeat", "1", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.weights",
+        "--gigabytes",
+        "0.01",
+        "--repeat",
+        "1",
+        "--json",
+        "--no-engine",
+    ]
     done = subprocess.run(
         [*command, "--folder", str(tmp_path), "--threads", "2"],
         cwd=PROJECT,
@@ -31,6 +41,10 @@ def test_one_run_measures_publish_prepare_and_their_rivals(tmp_path: Path) -> No
     assert result["threads"] == 2
     assert math.isclose(result["publish_ratio"], result["publish_s"] / result["copy_s"], rel_tol=0.1)
     assert math.isclose(result["prepare_ratio"], result["prepare_s"] / result["copy_s"], rel_tol=0.1)
+    assert 0 < result["snapshot_s"] < result["publish_s"]
+    assert result["staging"] == "shared"
+    assert result["peak_extra_host_bytes"] > 0
+    assert "paused_s" not in result
     assert all(result[name] > 0 for name in result if name.endswith("_s"))
     assert list(tmp_path.iterdir()) == []
 

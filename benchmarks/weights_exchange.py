@@ -1,0 +1,85 @@
+"""The product's own two ends of the exchange in one process: a trainer's publisher and a rollout worker's staging."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+from benchmarks.weights_model import Shape, random_tensors, write_config
+from conf.sections import WeightsConfig
+from stages.files import remove_tree
+from stages.rollout.checksums import column_factors, host_sum, word_of
+from stages.rollout.signature import model_signature
+from stages.rollout.staging import SegmentLayout, Staging
+from stages.rundir import RunDir
+from stages.weights.manifest import Manifest, Probe
+from stages.weights.publish import Publisher
+from stages.weights.reader import load_manifest, read_verified
+from stages.weights.tensors import SAFETENSORS_NAMES, TORCH_DTYPES, LocalTensor
+
+PROBE = Probe((1, 2, 3), (-1.0, -1.0))
+_DEADLINE_S = 60.0
+
+
+class Exchange:
+    """A run whose weights are published again and again. `snapshot_s`: what the last publication kept training waiting."""
+
+    def __init__(self, folder: Path, shape: Shape, dtype: str, threads: int, fsync: str) -> None:
+        self.run = RunDir.create(folder / "run")
+        self._options = WeightsConfig(dtype=dtype, io_threads=threads, fsync=fsync)
+        source = write_config(folder / "model", shape, dtype)
+        self._publisher = Publisher(self.run, source_folder=source, options=self._options)
+        self.tensors = random_tensors(shape, TORCH_DTYPES[SAFETENSORS_NAMES[dtype]], "cpu", seed=0)
+        self.version = 0
+        self.snapshot_s = 0.0
+        self._prepared = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._publisher.close()
+
+    @property
+    def folder(self) -> Path:
+        """Of the newest version."""
+        return self.run.weights_version(self.version)
+
+    def publish(self, *, lend: bool = False) -> Manifest:
+        self.version += 1
+        tensors = [LocalTensor.whole(name, tensor) for name, tensor in self.tensors.items()]
+        publication = self._publisher.begin(self.version, self.version, tensors, PROBE, lend=lend)
+        manifest = publication.finish()
+        self.snapshot_s = publication.report.snapshot_s
+        return manifest
+
+    def remove(self) -> None:
+        """The newest version's files."""
+        remove_tree(self.folder)
+
+    @cached_property
+    def staging(self) -> Staging:
+        """As a worker on a CPU makes it when it starts, from the files of its start version."""
+        signature = model_signature(self.folder, self._options.dtype, ())
+        return Staging(self.run.run_id, SegmentLayout.of(signature), for_cuda=False)
+
+    def prepare(self, *, sums: bool = True) -> None:
+        """As `EngineWeights.stage` on the worker that reads: lock, manifest, bytes, digests and, with `sums`, those of the
+        copies into the engine, here one for each tensor."""
+        staged = self.staging.tensors
+        factors = column_factors(max(tensor.shape[-1] for tensor in staged.values()))
+
+        def collect(name: str) -> None:
+            host_sum(staged[name], word_of(staged[name]), factors)
+
+        def fill() -> None:
+            threads = self._options.io_threads
+            read_verified(self.run, manifest, into=staged, threads=threads, done=collect if sums else None)
+
+        manifest = load_manifest(self.run, self.version)
+        self._prepared += 1
+        content = f"version {self.version} {manifest.digest} {self._prepared}"
+        if not self.staging.hold(content, fill, deadline_s=_DEADLINE_S, check=lambda: None):
+            raise RuntimeError(f"{content} was in the segment before it was read")
+        self.staging.release()
