@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Self
 
+import torch
+
 from benchmarks.weights_model import Shape, random_tensors, write_config
 from conf.sections import WeightsConfig
 from stages.files import remove_tree
-from stages.rollout.checksums import column_factors, host_sum, word_of
+from stages.rollout.checksums import column_factors, word_of
+from stages.rollout.copy_plan import Copy, View
 from stages.rollout.signature import model_signature
+from stages.rollout.source_sums import SourceSums
 from stages.rollout.staging import SegmentLayout, Staging
 from stages.rundir import RunDir
 from stages.weights.manifest import Manifest, Probe
@@ -68,18 +73,28 @@ class Exchange:
         """As `EngineWeights.stage` on the worker that reads: lock, manifest, bytes, digests and, with `sums`, those of the
         copies into the engine, here one for each tensor."""
         staged = self.staging.tensors
-        factors = column_factors(max(tensor.shape[-1] for tensor in staged.values()))
-
-        def collect(name: str) -> None:
-            host_sum(staged[name], word_of(staged[name]), factors)
+        collected = _sums(staged) if sums else None
 
         def fill() -> None:
             threads = self._options.io_threads
-            read_verified(self.run, manifest, into=staged, threads=threads, done=collect if sums else None)
+            read_verified(
+                self.run, manifest, into=staged, threads=threads, arrived=collected.add if collected else None
+            )
 
         manifest = load_manifest(self.run, self.version)
         self._prepared += 1
         content = f"version {self.version} {manifest.digest} {self._prepared}"
         if not self.staging.hold(content, fill, deadline_s=_DEADLINE_S, check=lambda: None):
             raise RuntimeError(f"{content} was in the segment before it was read")
+        if collected:
+            collected.complete(was_added=True)
         self.staging.release()
+
+
+def _sums(staged: Mapping[str, torch.Tensor]) -> SourceSums:
+    """Of one copy for each tensor."""
+    views = {name: View(tuple(tensor.shape), tensor.stride(), 0) for name, tensor in staged.items()}
+    copies = [Copy(name, view, name, view) for name, view in views.items()]
+    words = [word_of(tensor, tensor) for tensor in staged.values()]
+    factors = column_factors(max(tensor.shape[-1] for tensor in staged.values()))
+    return SourceSums(copies, staged, words, factors, {})

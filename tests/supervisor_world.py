@@ -196,6 +196,9 @@ class World:
                 if name in self.runner.running():
                     self.runner.step(name).end(Success({0: {"stopped_at": 7}}))
 
+    def has_ended(self, name: str) -> bool:
+        return name in {step.spec.name for step in self.runner.started} and name not in self.runner.running()
+
     def happen(self, what: str, detail: object) -> None:
         if what == "cancel":
             self.interruption.cause = self.interruption.cause or CANCEL
@@ -209,6 +212,9 @@ class World:
             self.runner.lost.add(str(detail))
         elif what == "over":
             end_run(self.run, str(detail), "because")
+        elif what == "over, says the controller":  # one that is gone says nothing
+            if not self.has_ended("controller"):
+                end_run(self.run, str(detail), "because")
         elif what == "desired":
             assert isinstance(detail, DesiredState)
             write_desired(self.run, detail)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from launch.desired_steps import desired_steps
@@ -298,8 +298,9 @@ def test_events_tell_the_story_in_order() -> None:
 VERDICTS = [DONE, STOPPED, KILLED, RAISED]
 NAMES = ["trainer", "controller", "rollout_000", "rollout_001"]
 MOMENT = st.floats(0.0, 40.0, allow_nan=False)
+WORD = "over, says the controller"
 ENDINGS = st.tuples(MOMENT, st.sampled_from(NAMES), st.sampled_from(VERDICTS))
-ORDERS = st.tuples(MOMENT, st.just("over"), st.sampled_from(["success", "failure"]))
+ORDERS = st.tuples(MOMENT, st.just(WORD), st.sampled_from(["success", "failure"]))
 CANCELS = st.tuples(MOMENT, st.just("cancel"), st.none())
 STOPS = st.tuples(MOMENT, st.just("warning"), st.none())
 ASKED = st.tuples(MOMENT, st.just("ask"), st.booleans())
@@ -307,6 +308,14 @@ LOSSES = st.tuples(MOMENT, st.just("lose"), st.sampled_from(["node0", "node1"]))
 
 
 @settings(max_examples=100, deadline=None)
+@example(
+    events=[(0.0, WORD, "success"), (1.0, WORD, "failure"), (0.0, "warning", None)],
+    last=(40.0, "cancel", None),
+    stubborn={"rollout_000"},
+    broken=set(),
+    save_s=0.0,
+    min_instances=0,
+)
 @given(
     events=st.lists(st.one_of(ENDINGS, ENDINGS, ENDINGS, ORDERS, CANCELS, STOPS, ASKED, LOSSES), max_size=12),
     last=st.tuples(st.floats(40.0, 50.0), st.just("cancel"), st.none()),
