@@ -117,7 +117,7 @@ def start(tmp_path: Path, slurm_conf: Path) -> Iterator[Start]:
 
 
 def test_a_run_takes_the_nodes_of_the_job_that_the_wrapper_asked_for(start: Start) -> None:
-    job = start()
+    job = start(fakes=RUNNING)
     job.ready(SHARED)
     steps = slurm.step_ids([job.job_id])
     go(job.run)
@@ -131,7 +131,7 @@ def test_a_run_takes_the_nodes_of_the_job_that_the_wrapper_asked_for(start: Star
 
 def test_a_heterogeneous_wrapper_gives_each_side_its_component(start: Start) -> None:
     options = ["--nodes=1", *NODE, ":", "--nodes=2", *NODE]
-    job = start("libra-hetjob.sbatch", options)
+    job = start("libra-hetjob.sbatch", options, fakes=RUNNING)
     job.ready([*SHARED, "rollout_002.0", "rollout_003.0"])
     steps = slurm.step_ids([job.job_id, job.job_id + 1])
     go(job.run)
