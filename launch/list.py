@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch import figures
-from launch.people import command, leave_on_interrupt, runs_below
+from launch.people import command, runs_below
 from launch.truth import Truth, tell
 
 TITLES = ("run", "experiment", "state", "step", "reward", "made", "job")
@@ -73,5 +73,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    leave_on_interrupt()
     sys.exit(command(main))

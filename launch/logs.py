@@ -22,7 +22,7 @@ from pathlib import Path
 
 from launch.log_files import LogFile, Part, chosen, last_lines, log_files, merged, text_lines
 from launch.metrics import from_here
-from launch.people import command, leave_on_interrupt
+from launch.people import command
 from launch.runs import Folder, NotARunError
 from launch.truth import ENDED, SILENT_S, Stillness, tell_one
 from launch.waiting import Pace
@@ -217,5 +217,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    leave_on_interrupt()
     sys.exit(command(main))

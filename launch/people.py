@@ -27,12 +27,6 @@ def runs_below(root: Path) -> list[Path]:
     return found
 
 
-def leave_on_interrupt() -> None:
-    """For commands that only look: Ctrl-C ends the process where it is. A KeyboardInterrupt is lost when it falls into an import's
-    own callbacks, and a view would go on."""
-    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-
-
 def command(main: Callable[[], int]) -> int:
     """The exit code of `main`. A LibraError is said on stderr without a stack trace; Ctrl-C says nothing."""
     try:

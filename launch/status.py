@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.figures import DISK_BUDGET_S
-from launch.people import command, leave_on_interrupt, runs_below
+from launch.people import command, runs_below
 from launch.report import headline, report, text
 from launch.truth import tell
 
@@ -53,5 +53,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    leave_on_interrupt()
     sys.exit(command(main))

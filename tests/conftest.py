@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,8 @@ def pytest_configure() -> None:
     """Tests see no Slurm but the one they start, also when they run inside somebody's job."""
     for name in [name for name in os.environ if name.startswith(FOREIGN_PREFIXES)]:
         del os.environ[name]
+    # A shell starts what it leaves in the background (`make test &`) with Ctrl-C ignored, and every process under it inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Several processes with a thread per core each would wait for one another on a small machine.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
