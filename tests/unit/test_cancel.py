@@ -19,6 +19,7 @@ from launch.cancel import CancelError, cancel, main, terminate
 from launch.cancel_request import CancelRequest, CancelRequestError, me, read_cancel_request, write_cancel_request
 from launch.errors import InterruptedRunError
 from launch.runs import NotARunError
+from launch.truth import tell_one
 from stages.rundir import FencedError, RunDir
 from stages.stopping import StopRequest, write_stop_request
 from tests.fake_slurm import FakeSlurm, Job, beating, short_looks, slurm_in_memory
@@ -197,6 +198,44 @@ def test_a_requeued_run_is_cancelled_in_the_queue(tmp_path: Path, slurm_in_memor
     words, _ = said_by(run, checkpoint=False, events=[])
 
     assert "was taken out of the queue" in words
+
+
+@pytest.mark.parametrize("phase", ["", "requeued"])
+def test_a_job_whose_supervisor_has_not_come_up_is_ended_by_slurm(
+    tmp_path: Path, slurm_in_memory: FakeSlurm, phase: str
+) -> None:
+    run = made(tmp_path / "run", phase)
+    slurm_in_memory.jobs[41] = Job("RUNNING", nodes="node0")
+
+    words, said = said_by(run, checkpoint=True, events=[])
+
+    assert ["scancel", "41"] in slurm_in_memory.calls
+    assert "job 41 was ended before its supervisor reported" in words
+    assert "job 41 has just started, there is nothing to save" in said[0]
+    assert tell_one(run.root).state == "failed"
+
+
+def test_a_run_that_is_requeued_at_the_moment_of_the_request_is_cancelled_in_its_next_attempt(
+    running: RunDir, slurm_in_memory: FakeSlurm
+) -> None:
+    def requeue() -> None:
+        says(running, "requeued")
+        slurm_in_memory.jobs[41] = Job("PENDING", "BeginTime")
+
+    words, _ = said_by(running, checkpoint=False, events=[requeue])
+
+    assert ["scancel", "41"] in slurm_in_memory.calls
+    assert "job 41 was taken out of the queue" in words
+
+
+def test_a_term_that_slurm_does_not_take_is_said(
+    running: RunDir, slurm_in_memory: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cancelling, "OBEY_S", 0.0)
+    events: list[Callable[[], object]] = [lambda: setattr(slurm_in_memory, "is_down", True)]
+
+    with pytest.raises(CancelError, match="the TERM did not reach the supervisor"):
+        said_by(running, checkpoint=False, events=events * 3)
 
 
 # ---- nothing to end ------------------------------------------------------------------------------------------------------
