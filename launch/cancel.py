@@ -26,7 +26,7 @@ from launch.runs import Folder
 from launch.slurm import JobPhase
 from launch.truth import ENDED, Truth, process_of, tell_one
 from launch.waiting import Pace
-from stages.rundir import FencedError, RunDir
+from stages.rundir import FencedError, RunDir, RunDirectoryError
 from stages.stopping import StopRequestError, read_stop_request
 
 OBEY_S = 5.0
@@ -51,7 +51,7 @@ def cancel(root: Path, *, checkpoint: bool, say: Say, sleep: Callable[[float], N
         raise CancelError(f"nobody can say whether {shown} runs: {truth.why}")
     if not truth.is_alive:
         return f"{shown} is over already: {_how(truth)}"
-    run = _ask(truth.run, CancelRequest(checkpoint, me()))
+    run = ask_to_end(truth.run, checkpoint=checkpoint)
     if truth.job is not None and truth.folder.mode == "slurm" and _has_no_supervisor(truth):
         return _end_job(truth, checkpoint, say, sleep)
     return _Ending(run, truth, checkpoint, say, sleep).wait()
@@ -63,14 +63,20 @@ def _has_no_supervisor(truth: Truth) -> bool:
     return truth.state in ("pending", "requeued") or truth.folder.state.get("phase", "") in ("", "requeued")
 
 
-def _ask(run: RunDir, request: CancelRequest) -> RunDir:
-    """Leave the request for the newest attempt, also when one starts at this very moment; returns the run seen at it."""
+def ask_to_end(run: RunDir, *, checkpoint: bool) -> RunDir:
+    """Leave the request for the newest attempt, also when one starts at this very moment; returns the run seen at it.
+
+    Raises CancelError.
+    """
+    request = CancelRequest(checkpoint, me())
     for _ in range(3):
-        run = RunDir.open(run.root, writer="cancel")
         try:
+            run = RunDir.open(run.root, writer="cancel")
             write_cancel_request(run, request)
         except FencedError:
             continue
+        except RunDirectoryError as error:
+            raise CancelError(f"no request can be left for {from_here(run.root)}: {error}") from error
         return run
     raise CancelError(f"{run.root} starts one attempt after another; try again")
 
@@ -129,7 +135,7 @@ class _Ending:
         if stop is not None and not self._obeys and self._checkpoint:
             self._obeys, self._end_s = True, now_s + stop + END_S
             self._say(f"a checkpoint is being made, which may take {stop:.0f} s")
-        self._obeys = self._obeys or state.get("phase") == "stopping"
+        self._obeys = self._obeys or state.get("phase") == "stopping" or bool(state.get("stop"))
         if self._seen_s is None and state:
             self._seen_s = now_s
         late = self._seen_s is not None and now_s - self._seen_s > OBEY_S
