@@ -37,7 +37,7 @@ def command(main: Callable[[], int]) -> int:
     """The exit code of `main`. A LibraError is said on stderr without a stack trace; Ctrl-C says nothing."""
     try:
         code = main()
-        sys.stdout.flush()
+        print(end="", flush=True)  # also where there is no standard output (`>&-`)
         return code
     except LibraError as error:
         print(error, file=sys.stderr)
@@ -59,6 +59,6 @@ def command(main: Callable[[], int]) -> int:
 
 def _close_output() -> None:
     try:
-        sys.stdout.flush()
+        print(end="", flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

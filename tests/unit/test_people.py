@@ -74,6 +74,12 @@ def test_a_full_disk_is_said_without_a_stack_trace(capsys: pytest.CaptureFixture
     assert "the system refused: [Errno 28] No space left on device" in capsys.readouterr().err
 
 
+def test_a_command_without_a_standard_output_does_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+
+    assert command(lambda: 0) == 0
+
+
 def test_ctrl_c_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert fails(KeyboardInterrupt()) == 130
     assert capsys.readouterr().err == ""
