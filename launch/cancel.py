@@ -162,7 +162,9 @@ class _Ending:
             try:
                 slurm.signal_batch(int(self._truth.folder.job_id), "TERM")
             except slurm.SlurmCommandError as error:
-                raise CancelError(f"the TERM did not reach the supervisor of {shown}: {error}") from error
+                raise CancelError(
+                    f"the TERM did not reach the supervisor of {shown}: {error}; {self._by_force({})}"
+                ) from error
         elif not terminate(self._run):
             raise CancelError(f"the supervisor of {shown} is not a process of this host; use launch.cancel there")
 
