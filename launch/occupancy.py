@@ -139,8 +139,10 @@ def _is_queued(run: RunDir) -> bool:
     record = run.read(run.submission_json)
     if record is None:
         from launch.truth import tell_one
+        from launch.unrecorded import scripts
 
-        return tell_one(run.root).state in ("pending", "starting", "running", "unknown")
+        # A launcher that came as far as sbatch may have left a job, also where nobody can be asked.
+        return bool(scripts(run.submitit)) and tell_one(run.root).state in ("pending", "starting", "running", "unknown")
     if record.get("mode") != "slurm":
         return False
     from launch.executors import reattach

@@ -137,6 +137,18 @@ def test_its_directory_is_in_use_while_its_job_lives(
     assert is_alive(lost, watch_s=0.0) is wanted
 
 
+def test_its_directory_is_not_taken_where_slurm_does_not_answer(lost: RunDir, slurm_in_memory: FakeSlurm) -> None:
+    slurm_in_memory.is_down = True
+
+    assert is_alive(lost, watch_s=0.0)
+
+
+def test_a_directory_of_another_host_s_launcher_that_never_came_to_sbatch_is_free(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", launcher={"host": "login7", "pid": 1, "started": "0"})
+
+    assert not is_alive(run, watch_s=0.0)
+
+
 def test_an_interrupted_sbatch_is_not_said_to_be_nothing(lost: RunDir) -> None:
     assert "launch.status" in pipeline.interrupted_words(lost)
     assert "which may go on" in pipeline.interrupted_words(lost)
