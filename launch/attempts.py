@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from conf.schema import LibraConfig
+from launch.cancel_request import CancelRequest, read_cancel_request
 from launch.desired_steps import desired_steps
 from launch.local import link_log
 from planner.plan import Plan
@@ -86,6 +87,15 @@ def refusal(attempts: Sequence[Attempt], max_restarts: int, max_without_progress
             " go on with: python -m launch.resume RUN"
         )
     return ""
+
+
+def cancelled_before(run: RunDir) -> CancelRequest | None:
+    """What people asked the attempt before of, when this one has started by itself all the same: the request came while Slurm
+    took the job back, when nobody could act on it any more. Raises CancelRequestError, DamagedRecordError."""
+    this = next((attempt for attempt in reversed(history(run)) if attempt.number == run.attempt), None)
+    if this is None or not this.is_automatic or this.previous < 0:
+        return None
+    return read_cancel_request(replace(run, attempt=this.previous))
 
 
 def next_refusal(run: RunDir, config: LibraConfig) -> str:

@@ -122,7 +122,8 @@ class BatchJob(Job):
     def time_left_s(self, *, exactly: bool = False) -> float:
         if exactly or self._clock() - self._asked_s >= ASK_S:
             self._asked_s = self._clock()
-            self._facts = self._ask() or self._facts
+            # Once something is known, a controller that does not answer must not hold up the supervisor's loop.
+            self._facts = self._ask(QUICK_S if self._facts else slurm.COMMAND_TIMEOUT_S) or self._facts
         end = None if self._facts is None else self._facts.end
         return math.inf if end is None else end - self._wall()
 

@@ -23,9 +23,10 @@ from launch.errors import LibraError
 from launch.metrics import from_here
 from launch.people import command
 from launch.runs import Folder
+from launch.slurm import JobPhase
 from launch.truth import ENDED, Truth, process_of, tell_one
 from launch.waiting import Pace
-from stages.rundir import FencedError, RunDir
+from stages.rundir import FencedError, RunDir, RunDirectoryError
 from stages.stopping import StopRequestError, read_stop_request
 
 OBEY_S = 5.0
@@ -50,28 +51,43 @@ def cancel(root: Path, *, checkpoint: bool, say: Say, sleep: Callable[[float], N
         raise CancelError(f"nobody can say whether {shown} runs: {truth.why}")
     if not truth.is_alive:
         return f"{shown} is over already: {_how(truth)}"
-    run = _ask(truth.run, CancelRequest(checkpoint, me()))
-    if truth.state in ("pending", "requeued"):
-        return _out_of_the_queue(truth, checkpoint, say, sleep)
+    run = ask_to_end(truth.run, checkpoint=checkpoint)
+    if truth.job is not None and truth.folder.mode == "slurm" and _has_no_supervisor(truth):
+        return _end_job(truth, checkpoint, say, sleep)
     return _Ending(run, truth, checkpoint, say, sleep).wait()
 
 
-def _ask(run: RunDir, request: CancelRequest) -> RunDir:
-    """Leave the request for the newest attempt, also when one starts at this very moment; returns the run seen at it."""
+def _has_no_supervisor(truth: Truth) -> bool:
+    """Nobody is there who would look at a request: the job waits, or its script has not come to the supervisor yet (set-up lines
+    may take as long as they like)."""
+    return truth.state in ("pending", "requeued") or truth.folder.state.get("phase", "") in ("", "requeued")
+
+
+def ask_to_end(run: RunDir, *, checkpoint: bool) -> RunDir:
+    """Leave the request for the newest attempt, also when one starts at this very moment; returns the run seen at it.
+
+    Raises CancelError.
+    """
+    request = CancelRequest(checkpoint, me())
     for _ in range(3):
-        run = RunDir.open(run.root, writer="cancel")
         try:
+            run = RunDir.open(run.root, writer="cancel")
             write_cancel_request(run, request)
         except FencedError:
             continue
+        except RunDirectoryError as error:
+            raise CancelError(f"no request can be left for {from_here(run.root)}: {error}") from error
         return run
     raise CancelError(f"{run.root} starts one attempt after another; try again")
 
 
-def _out_of_the_queue(truth: Truth, checkpoint: bool, say: Say, sleep: Callable[[float], None]) -> str:
+def _end_job(truth: Truth, checkpoint: bool, say: Say, sleep: Callable[[float], None]) -> str:
+    """A supervisor that comes up meanwhile gets Slurm's TERM and stops in order."""
     job_id, shown = truth.folder.job_id, from_here(truth.folder.root)
+    is_waiting = truth.job is not None and truth.job.phase is JobPhase.PENDING
     if checkpoint:
-        say(f"job {job_id} is waiting, there is nothing to save beyond the checkpoints that it has")
+        how = "is waiting" if is_waiting else "has just started"
+        say(f"job {job_id} {how}, there is nothing to save beyond the checkpoints that it has")
     try:
         slurm.cancel_job(int(job_id))
     except slurm.SlurmCommandError as error:
@@ -79,7 +95,8 @@ def _out_of_the_queue(truth: Truth, checkpoint: bool, say: Say, sleep: Callable[
     end_s, pace = time.monotonic() + QUEUE_S, Pace(1.0, 5.0)
     while time.monotonic() < end_s:
         if pace.due() and not (now := tell_one(truth.folder.root)).is_alive:
-            return f"{shown} has ended: job {job_id} was taken out of the queue" + (
+            how = "taken out of the queue" if is_waiting else "ended before its supervisor reported"
+            return f"{shown} has ended: job {job_id} was {how}" + (
                 f" ({_how(now)})" if now.state in ENDED and now.folder.state else ""
             )
         sleep(POLL_S)
@@ -104,6 +121,8 @@ class _Ending:
             state = self._run.read(self._run.state_json) or {}
             if state.get("phase") in ENDED:
                 return f"{shown} has ended: {self._last_word()}"
+            if state.get("phase") == "requeued":  # the attempt did not see the request any more; the next one is asked
+                return cancel(self._run.root, checkpoint=self._checkpoint, say=self._say, sleep=self._sleep)
             self._look(state)
             if self._pace.due() and not (now := tell_one(self._run.root)).is_alive:
                 return f"{shown} has ended: {_how(now)}"
@@ -116,7 +135,7 @@ class _Ending:
         if stop is not None and not self._obeys and self._checkpoint:
             self._obeys, self._end_s = True, now_s + stop + END_S
             self._say(f"a checkpoint is being made, which may take {stop:.0f} s")
-        self._obeys = self._obeys or state.get("phase") in ("stopping", "requeued")
+        self._obeys = self._obeys or state.get("phase") == "stopping" or bool(state.get("stop"))
         if self._seen_s is None and state:
             self._seen_s = now_s
         late = self._seen_s is not None and now_s - self._seen_s > OBEY_S
@@ -140,7 +159,12 @@ class _Ending:
             )
         self._say("the supervisor does not react to the request; it gets a TERM")
         if self._truth.folder.mode == "slurm":
-            slurm.signal_batch(int(self._truth.folder.job_id), "TERM")
+            try:
+                slurm.signal_batch(int(self._truth.folder.job_id), "TERM")
+            except slurm.SlurmCommandError as error:
+                raise CancelError(
+                    f"the TERM did not reach the supervisor of {shown}: {error}; {self._by_force({})}"
+                ) from error
         elif not terminate(self._run):
             raise CancelError(f"the supervisor of {shown} is not a process of this host; use launch.cancel there")
 

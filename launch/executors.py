@@ -19,6 +19,7 @@ from launch.allocation import NOT_INSIDE
 from launch.containers import outer_python
 from launch.desired_steps import desired_steps
 from launch.exclusions import excluded_nodes
+from launch.held_signals import held_signals
 from launch.hetjob import HetJobSpec, check_path, job_spec, render, render_job
 from launch.inside import submit_inside
 from launch.job_environment import AllocationError
@@ -94,7 +95,8 @@ class HetJobExecutor(submitit.SlurmExecutor):
         return 1
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        return sbatch_command(str(submission_file_path))
+        """In a session of its own: Ctrl-C in a terminal must not end an sbatch whose job Slurm may have taken already."""
+        return ["setsid", *sbatch_command(str(submission_file_path))]
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[submitit.Job[Any]]:
         if len(delayed_submissions) != 1:
@@ -161,8 +163,19 @@ def _submit_slurm(config: LibraConfig, plan: Plan, run: RunDir, entry: Entry) ->
         print(sentence, flush=True)
     executor = HetJobExecutor(run.submitit, spec, outer_python(config))
     try:
-        job = executor.submit(supervise, str(run.root), run.attempt, entry)
+        with held_signals():
+            job = executor.submit(supervise, str(run.root), run.attempt, entry)
+            _write_down(run, str(job.job_id))
     except FailedJobError as error:
         raise SubmitError(f"sbatch refused the job: {error}; launch.dry_run=true shows the script") from error
     link_log(run.submitit, str(job.job_id))
     return SlurmSubmission(run, job)
+
+
+def _write_down(run: RunDir, job_id: str) -> None:
+    """Raises SubmitError when that cannot be: a job that nobody would find again is taken back."""
+    try:
+        run.write(run.submission_json, {"mode": "slurm", "job_id": job_id})
+    except OSError as error:
+        slurm.cancel_job(int(job_id))
+        raise SubmitError(f"job {job_id} was cancelled, as its number could not be written down: {error}") from error

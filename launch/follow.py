@@ -28,6 +28,7 @@ LOOK_INTERVAL_S = 0.25
 LAST_WORDS_S = 5.0
 """How long the supervisor's final state may take to appear after its job has left the queue."""
 CANCELLED_CODE = 143
+GONE = "the run directory is gone: it was deleted or moved away"
 
 
 def follow(
@@ -54,7 +55,7 @@ def follow(
             continue
         if state.get("phase") in ENDED:
             return finish(run, state)
-        sign = life.look(run, state)
+        sign = life.look(run, state) if state or list_names(run.root) else Sign("over", GONE)
         notes.life(sign)
         now_s = clock()
         gone_s = None if sign.kind != "over" else now_s if gone_s is None else gone_s
@@ -86,6 +87,12 @@ def vanished(run: RunDir, sign: Sign) -> RunFailedError:
     """The job is over and its supervisor left no last word: it was killed, or its node died, or it never started."""
     from launch.steps import tail, without_plumbing
 
+    if sign.words == GONE:
+        return RunFailedError(
+            f"{GONE}: {run.root}\nIts job cannot work without it. To see whether Slurm still has one: squeue --me;"
+            " to end that: scancel JOB",
+            1,
+        )
     truth = tell_one(run.root)
     if truth.state == "failed":
         return RunFailedError(f"the run failed: {truth.why}", CANCELLED_CODE)

@@ -88,7 +88,7 @@ class SlurmLife:
                 self._in_front = None  # a site may not show others' jobs
             return self._waiting(self._said)
         self._counts_next = True
-        job_id = Folder(run).job_id
+        job_id = Folder(run).job_id or tell_one(run.root).folder.job_id
         if not job_id.isdigit():
             return Sign("unknown")
         return self._sign_of(job_id, ask({job_id})[job_id])

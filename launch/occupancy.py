@@ -137,7 +137,13 @@ def _is_here(run: RunDir, state: dict[str, Any]) -> bool:
 def _is_queued(run: RunDir) -> bool:
     """No supervisor reports: ask Slurm whether the submitted job still waits, or runs (it may be suspended)."""
     record = run.read(run.submission_json)
-    if record is None or record.get("mode") != "slurm":
+    if record is None:
+        from launch.truth import tell_one
+        from launch.unrecorded import scripts
+
+        # A launcher that came as far as sbatch may have left a job, also where nobody can be asked.
+        return bool(scripts(run.submitit)) and tell_one(run.root).state in ("pending", "starting", "running", "unknown")
+    if record.get("mode") != "slurm":
         return False
     from launch.executors import reattach
 

@@ -31,7 +31,7 @@ def command(main: Callable[[], int]) -> int:
     """The exit code of `main`. A LibraError is said on stderr without a stack trace; Ctrl-C says nothing."""
     try:
         code = main()
-        sys.stdout.flush()
+        print(end="", flush=True)  # also where there is no standard output (`>&-`)
         return code
     except LibraError as error:
         print(error, file=sys.stderr)
@@ -43,5 +43,16 @@ def command(main: Callable[[], int]) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         # `... | head`; otherwise the interpreter complains once more when it flushes stdout at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_output()
         return BROKEN_PIPE
+    except OSError as error:  # a full disk or a read-only folder, say, for a record or for what is printed
+        print(f"the system refused: {error}", file=sys.stderr)
+        _close_output()
+        return 1
+
+
+def _close_output() -> None:
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -19,8 +19,10 @@ from launch.compose import Composed
 from launch.containers import surroundings
 from launch.errors import ConfigError, InterruptedRunError, LibraError
 from launch.machine import about_run_dir
+from launch.metrics import from_here
 from launch.prepare import Prepared, check_machine, complete, prepare, settled
 from launch.tree import HOUSE, Tree
+from launch.unrecorded import scripts
 from planner.allocation import adopt
 from planner.describe import describe
 from planner.errors import PlanError
@@ -201,11 +203,28 @@ def start(run: RunDir, prepared: Prepared) -> Submission:
     except SubmitError:
         shutil.rmtree(run.root)
         raise
+    except OSError:
+        if not scripts(run.submitit):
+            shutil.rmtree(run.root)
+        raise
     except KeyboardInterrupt:
-        raise InterruptedRunError(INTERRUPTED.format(root=run.root)) from None
+        raise InterruptedRunError(interrupted_words(run)) from None
     run.write(run.submission_json, {"mode": submission.mode, "job_id": submission.job_id})
     print(f"{run.root}: {submission.mode} job {submission.job_id}", flush=True)
     return submission
+
+
+def interrupted_words(run: RunDir) -> str:
+    """What became of a submission that Ctrl-C interrupted."""
+    shown = from_here(run.root)
+    known = run.read(run.submission_json)
+    if known is None and not scripts(run.submitit):
+        return INTERRUPTED.format(root=run.root)
+    said = f"job {known['job_id']} is submitted" if known else "interrupted while sbatch ran, which may go on"
+    return (
+        f"{said}\nto see it:       python -m launch.{'follow' if known else 'status'} {shown}"
+        f"\nto end it:       python -m launch.cancel {shown}"
+    )
 
 
 def stay(run: RunDir, submission: Submission, prepared: Prepared) -> None:

@@ -243,7 +243,7 @@ def _as_before_if_refused(run: RunDir, attempt: int) -> Iterator[None]:
     before = {name: (run.root / name).read_bytes() for name in KEPT if (run.root / name).is_file()}
     try:
         yield
-    except LibraError:
+    except (LibraError, OSError):
         shutil.rmtree(run.root / "attempts" / str(attempt))
         for name in KEPT:
             if name in before:
@@ -268,7 +268,8 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         run, submission = start(resumption)
     except KeyboardInterrupt:
-        raise InterruptedRunError(pipeline.INTERRUPTED.format(root=resumption.run.root)) from None
+        run = replace(resumption.run, attempt=resumption.run.newest_attempt())
+        raise InterruptedRunError(pipeline.interrupted_words(run)) from None
     print(f"{run.root}: {submission.mode} job {submission.job_id}, attempt {run.attempt}", flush=True)
     if prepared.config.launch.follow:
         pipeline.stay(run, submission, prepared)

@@ -41,6 +41,8 @@ class Folder:
     run: RunDir
     identity: dict[str, Any] = field(default_factory=dict)
     damage: list[str] = field(default_factory=list)
+    unrecorded_job: str = ""
+    """The attempt's job as Slurm knows it, where its launcher ended before it had written that down (`launch.unrecorded`)."""
 
     @classmethod
     def at(cls, root: Path) -> Folder:
@@ -95,6 +97,8 @@ class Folder:
     @property
     def mode(self) -> str:
         """ "slurm" or "local"; "" when nobody has written it down."""
+        if self.unrecorded_job:
+            return "slurm"
         found = self.submission.get("mode") or self.state.get("mode") or ("slurm" if self.start.get("job_id") else "")
         return str(found or (self._before.mode if self._before else ""))
 
@@ -102,7 +106,7 @@ class Folder:
     def job_id(self) -> str:
         """Of the attempt; it is the job before's where Slurm requeued that one."""
         found = self.submission.get("job_id") or self.state.get("job_id") or self.start.get("job_id")
-        return str(found or (self._before.job_id if self._before else ""))
+        return str(found or self.unrecorded_job or (self._before.job_id if self._before else ""))
 
     @cached_property
     def _before(self) -> Folder | None:

@@ -14,7 +14,7 @@ import submitit
 
 from conf.load import load
 from conf.schema import LibraConfig
-from launch.attempts import begin, history, next_refusal, refusal
+from launch.attempts import begin, cancelled_before, history, next_refusal, refusal
 from launch.batch_job import BatchJob
 from launch.chain import Chained, chain
 from launch.containers import surroundings
@@ -59,7 +59,7 @@ def supervise(run_dir: str, attempt: int, entry: Entry = run_stage, reason: str 
     journal = Journal(run, place.cluster, place.job_id)
     try:
         job = make_job(run, config, place, restarts, entry)
-        ending = _too_often(run, config, journal) or _supervised(run, config, place, journal, interruption, job, entry)
+        ending = _not_again(run, config, journal) or _supervised(run, config, place, journal, interruption, job, entry)
     finally:
         remove_node_folder(run.run_id)
         journal.close()
@@ -102,8 +102,11 @@ def _supervised(
     return Supervisor(run, fleet, journal, interruption, job, limits, refusal=lambda: next_refusal(run, config)).run()
 
 
-def _too_often(run: RunDir, config: LibraConfig, journal: Journal) -> Cause | None:
-    """Slurm starts a job again as often as its nodes fail; that must have an end where nothing comes of it."""
+def _not_again(run: RunDir, config: LibraConfig, journal: Journal) -> Cause | None:
+    """Slurm starts a job again as often as its nodes fail; that must have an end where nothing comes of it, or people want one."""
+    request = cancelled_before(run)
+    if request is not None:
+        return _failed(journal, Cause("supervisor", "cancelled", f"{request.reason} before this attempt started", 143))
     why = refusal(history(run), config.launch.max_restarts, config.launch.max_restarts_without_progress)
     return _failed(journal, Cause("supervisor", "restarts", why)) if why else None
 

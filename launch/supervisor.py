@@ -285,7 +285,10 @@ class Supervisor:
             desired = read_desired(self._run)
             if desired is None or not self._working():
                 return self._stopped(stop, desired)
-            verdict = self._hurried() or self._failed_meanwhile(stop, desired)
+            verdict = self._hurried()
+            if isinstance(verdict, Stop) and verdict.kind == "cancelled":
+                stop, verdict = verdict, None  # the checkpoint is being made already; the run ends with it
+            verdict = verdict or self._failed_meanwhile(stop, desired)
             if verdict is not None:
                 return verdict
             self._fleet.kill_overdue()
@@ -311,14 +314,13 @@ class Supervisor:
         return self._failed_meanwhile(stop, desired) or stop
 
     def _hurried(self) -> Cause | Stop | None:
-        """A second order: now, without a checkpoint."""
+        """A second order: now, without a checkpoint (a Cause); or a Stop, by Slurm, or by people with the checkpoint."""
         if self._interruption.cause is not None:
             return self._terminated(self._interruption.cause)
         if self._clock() < self._next_look_s:
             return None
         self._next_look_s = self._clock() + LOOK_S
-        verdict = self._requested()
-        return verdict if isinstance(verdict, Cause) else None
+        return self._requested()
 
     def _failed_meanwhile(self, stop: Stop, desired: DesiredState) -> Cause | None:
         """A trainer that cannot save, say. After the loss of a node everything may fail, and that is known already."""
@@ -351,9 +353,13 @@ class Supervisor:
         return ending
 
     def _go_on(self, stop: Stop) -> Requeued | Cause:
-        """After a stop everything is ended; the next attempt is asked for last, from here alone."""
-        if not stop.again:
-            return stop.failed(self._saved())
+        """After a stop everything is ended; the next attempt is asked for last, from here alone, and not once people want the
+        end. What Slurm has requeued already starts nevertheless, and ends then (`launch.attempts.cancelled_before`)."""
+        requested = self._requested() if stop.again else stop
+        if isinstance(requested, Cause):
+            return requested
+        if requested is not None:
+            return requested.failed(self._saved())
         refusal = self._refusal()
         if refusal:
             return stop.failed(refusal)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launch import slurm, waiting
+from launch import slurm, unrecorded, waiting
 from launch.occupancy import process_start
 from launch.runs import Folder, NotARunError
 from launch.slurm import JobPhase
@@ -33,6 +33,10 @@ IN_JOBS = ("slurm", "allocation")
 ALIVE = ("pending", "starting", "running", "stopping", "requeued")
 STATES = (*ALIVE, *ENDED, "vanished", "half-deleted", "unknown")
 GOOD = (*ALIVE, "succeeded")
+UNRECORDED = (
+    "its launcher ended before it had written down job {job}, which cannot work without that: it fails a minute after its"
+    " start, so cancel it"
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class Answer:
 @dataclass(frozen=True)
 class Facts:
     """What is known about the newest attempt. `process` is "here", "gone" or "elsewhere": the supervisor of a local run, or
-    before it has reported the launcher; "" when no process is written down. `cancelled_by` is "" unless someone cancelled."""
+    before it has reported the launcher; "" when no process is written down. `cancelled_by` is "" unless someone cancelled.
+    `is_unrecorded`: the launcher ended between Slurm's acceptance of the job and the record of its number."""
 
     phase: str = ""
     mode: str = ""
@@ -66,6 +71,7 @@ class Facts:
     process: str = ""
     host: str = ""
     cancelled_by: str = ""
+    is_unrecorded: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,9 +104,29 @@ def tell(roots: Sequence[Path]) -> list[Truth]:
     """The truth about each run; all are watched together, and Slurm is asked once for all. Raises NotARunError."""
     seen = watch([Folder.at(root) for root in roots], look_s=LOOK_S)
     folders = [Folder.at(root) for root in roots]  # anew: a last word may have come meanwhile
+    silent = _find_unrecorded(folders)
     asked = {folder.job_id for folder in folders if folder.mode in IN_JOBS and folder.state.get("phase") not in ENDED}
     answers = ask({job_id for job_id in asked if job_id.isdigit()})
+    answers |= {"": Answer("silent", silent)} if silent else {}
     return [_truth(folder, seen.get((folder.root, folder.run.attempt), Beats()), answers) for folder in folders]
+
+
+def _find_unrecorded(folders: Sequence[Folder]) -> str:
+    """Fill in the jobs that a killed launcher did not write down; returns why Slurm could not be asked, "" when it was."""
+    lost = {folder.run.submitit: folder for folder in folders if _may_be_unrecorded(folder)}
+    try:
+        for path, job_id in unrecorded.find(lost).items():
+            lost[path].unrecorded_job = job_id
+    except slurm.SlurmCommandError as error:
+        return str(error)
+    return ""
+
+
+def _may_be_unrecorded(folder: Folder) -> bool:
+    """Its launcher came as far as sbatch, nobody has reported since, and the launcher does not live (or is not of this host)."""
+    if folder.state or folder.submission or folder.start.get("job_id") or not unrecorded.scripts(folder.run.submitit):
+        return False
+    return process_of(folder)[0] not in ("", "here")
 
 
 def tell_one(root: Path) -> Truth:
@@ -122,7 +148,7 @@ def readable(roots: Iterable[Path]) -> tuple[list[Path], list[str]]:
 
 
 def _truth(folder: Folder, beats: Beats, answers: Mapping[str, Answer]) -> Truth:
-    answer = answers.get(folder.job_id) if folder.mode in IN_JOBS else None
+    answer = answers.get(folder.job_id) if folder.mode in IN_JOBS or _may_be_unrecorded(folder) else None
     state, why = decide(facts_of(folder, beats, answer))
     is_submitted = bool(folder.submission or folder.state)
     damage = tuple(folder.look_for_damage(is_whole=is_submitted))
@@ -153,6 +179,7 @@ def facts_of(folder: Folder, beats: Beats, answer: Answer | None) -> Facts:
         process=process,
         host=host,
         cancelled_by=str(cancel.get("by", "")),
+        is_unrecorded=_may_be_unrecorded(folder),
     )
 
 
@@ -163,7 +190,11 @@ def decide(facts: Facts) -> tuple[str, str]:
     if facts.beats.supervisor:
         return facts.phase, ""
     if facts.mode == "slurm":
-        return _by_job(facts, facts.answer or Answer("silent", "it was not asked"))
+        state, why = _by_job(facts, facts.answer or Answer("silent", "it was not asked"))
+        is_lost = facts.is_unrecorded and facts.process == "gone" and state in ALIVE
+        return state, "; ".join([*filter(None, [why]), UNRECORDED.format(job=facts.job_id)]) if is_lost else why
+    if facts.is_unrecorded and facts.answer is not None:
+        return "unknown", f"its launcher ended while sbatch ran, and Slurm does not answer here: {facts.answer.text}"
     if facts.mode == "allocation" and facts.answer and facts.answer.kind in ("over", "forgotten"):
         return _job_is_gone(facts, facts.answer)
     return _by_process(facts)
@@ -187,8 +218,9 @@ def _by_job(facts: Facts, answer: Answer) -> tuple[str, str]:
 
 
 def _job_is_gone(facts: Facts, answer: Answer) -> tuple[str, str]:
-    if facts.cancelled_by and not facts.phase:
-        return "failed", f"it was cancelled by {facts.cancelled_by} before it started"
+    if facts.cancelled_by and facts.phase in ("", "requeued"):
+        again = " again" if facts.phase else ""
+        return "failed", f"it was cancelled by {facts.cancelled_by} before it started{again}"
     if answer.kind == "over":
         return "vanished", f"job {facts.job_id} is over ({answer.text}), and its supervisor left no last word"
     known = (

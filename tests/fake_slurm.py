@@ -29,6 +29,7 @@ class Job:
     partition: str = "gpu"
     exit_code: str = "0:0"
     is_shown: bool = True
+    script: str = ""
 
 
 @dataclass
@@ -73,6 +74,7 @@ class FakeSlurm:
             "%L": job.left,
             "%Q": str(job.priority),
             "%P": job.partition,
+            "%o": job.script,
         }
         return "|".join(values[key] for key in form.split("|"))
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.attempts import AUTOMATIC, Attempt, begin, history, next_refusal, refusal
+from launch.attempts import AUTOMATIC, Attempt, begin, cancelled_before, history, next_refusal, refusal
+from launch.cancel_request import CancelRequest, write_cancel_request
 from stages.desired import read_desired
 from stages.members import given_up, write_given_up
 from stages.rundir import FencedError, RunDir
@@ -69,6 +70,23 @@ def test_a_job_that_follows_another_makes_its_own_desired_state(base: RunDir) ->
 
     assert history(base)[-1] == Attempt(1, "52", 0, "chain", 0)
     assert read_desired(following) is not None
+
+
+@pytest.mark.parametrize(("reason", "wanted"), [("chain", CancelRequest(False, "ada@login1")), ("resume", None)])
+def test_a_request_that_came_too_late_for_an_attempt_holds_for_the_one_that_follows_by_itself(
+    base: RunDir, reason: str, wanted: CancelRequest | None
+) -> None:
+    start(base)
+    write_cancel_request(base, CancelRequest(False, "ada@login1"))
+    base.start_attempt(1)
+
+    second = begin(replace(base, attempt=1), CONFIG, mode="slurm", job_id="52", restarts=0, reason=reason)
+
+    assert cancelled_before(second) == wanted
+
+
+def test_a_first_attempt_has_none_before_it_that_was_cancelled(base: RunDir) -> None:
+    assert cancelled_before(start(base)) is None
 
 
 def test_the_older_attempt_is_fenced_out(base: RunDir) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch import slurm
-from launch.batch_job import ASK_S, BatchJob, parse_facts
+from launch.batch_job import ASK_S, QUICK_S, BatchJob, parse_facts
 from launch.chain import Chained
 from launch.job import CANCELLED, Job, RestartRefusedError, Termination
 from launch.stops import Requeued, Stop
@@ -132,6 +132,23 @@ def test_a_slurm_that_does_not_answer_leaves_what_was_known(fake: FakeSlurm, run
 
     assert found.time_left_s(exactly=True) == pytest.approx(100.0)
     assert job(run).time_left_s() == math.inf
+
+
+def test_a_controller_that_stops_answering_holds_the_supervisor_up_for_a_moment_only(
+    fake: FakeSlurm, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = BatchJob(run, "41", 0, "auto", refuse, wall=lambda: END - 100.0)
+    job.time_left_s()
+    given: list[float] = []
+
+    def silent(_words: list[str], timeout_s: float = 10.0) -> str:
+        given.append(timeout_s)
+        raise slurm.SlurmCommandError("scontrol did not answer")
+
+    monkeypatch.setattr(slurm, "command", silent)
+
+    assert job.time_left_s(exactly=True) == pytest.approx(100.0)
+    assert given == [QUICK_S]
 
 
 def test_a_job_without_a_limit_never_ends(fake: FakeSlurm, run: RunDir) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -14,15 +13,14 @@ from typing import Any
 import pytest
 
 from launch import cancel as cancelling
-from launch import detach
 from launch.cancel import CancelError, cancel, main, terminate
 from launch.cancel_request import CancelRequest, CancelRequestError, me, read_cancel_request, write_cancel_request
-from launch.errors import InterruptedRunError
 from launch.runs import NotARunError
+from launch.truth import tell_one
 from stages.rundir import FencedError, RunDir
 from stages.stopping import StopRequest, write_stop_request
 from tests.fake_slurm import FakeSlurm, Job, beating, short_looks, slurm_in_memory
-from tests.made_runs import CAUSE, another_attempt, made, new_run, saved, says, submitted
+from tests.made_runs import CAUSE, another_attempt, made, new_run, saved, says, submitted, take_away
 
 __all__ = ["short_looks", "slurm_in_memory"]
 pytestmark = pytest.mark.usefixtures("slurm_in_memory", "short_looks")
@@ -151,6 +149,18 @@ def test_a_supervisor_that_does_not_react_gets_a_term(
     assert said == ["the supervisor does not react to the request; it gets a TERM"]
 
 
+def test_a_supervisor_that_has_noted_the_stop_reacts_although_it_waits_for_slurm(
+    running: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cancelling, "OBEY_S", 0.0)
+    says(running, "running", stop={"kind": "cancelled", "reason": "the run was cancelled by ada"})
+
+    words, said = said_by(running, checkpoint=True, events=[lambda: None, ends(running)])
+
+    assert "has ended: failed" in words
+    assert said == []
+
+
 def test_without_a_reaction_no_checkpoint_is_claimed(running: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cancelling, "OBEY_S", 0.0)
 
@@ -197,6 +207,51 @@ def test_a_requeued_run_is_cancelled_in_the_queue(tmp_path: Path, slurm_in_memor
     words, _ = said_by(run, checkpoint=False, events=[])
 
     assert "was taken out of the queue" in words
+
+
+@pytest.mark.parametrize("phase", ["", "requeued"])
+def test_a_job_whose_supervisor_has_not_come_up_is_ended_by_slurm(
+    tmp_path: Path, slurm_in_memory: FakeSlurm, phase: str
+) -> None:
+    run = made(tmp_path / "run", phase)
+    slurm_in_memory.jobs[41] = Job("RUNNING", nodes="node0")
+
+    words, said = said_by(run, checkpoint=True, events=[])
+
+    assert ["scancel", "41"] in slurm_in_memory.calls
+    assert "job 41 was ended before its supervisor reported" in words
+    assert "job 41 has just started, there is nothing to save" in said[0]
+    assert tell_one(run.root).state == "failed"
+
+
+def test_a_run_that_is_requeued_at_the_moment_of_the_request_is_cancelled_in_its_next_attempt(
+    running: RunDir, slurm_in_memory: FakeSlurm
+) -> None:
+    def requeue() -> None:
+        says(running, "requeued")
+        slurm_in_memory.jobs[41] = Job("PENDING", "BeginTime")
+
+    words, _ = said_by(running, checkpoint=False, events=[requeue])
+
+    assert ["scancel", "41"] in slurm_in_memory.calls
+    assert "job 41 was taken out of the queue" in words
+
+
+def test_a_term_that_slurm_does_not_take_is_said(
+    running: RunDir, slurm_in_memory: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cancelling, "OBEY_S", 0.0)
+    events: list[Callable[[], object]] = [lambda: setattr(slurm_in_memory, "is_down", True)]
+
+    with pytest.raises(CancelError, match="the TERM did not reach the supervisor"):
+        said_by(running, checkpoint=False, events=events * 3)
+
+
+def test_a_living_run_that_has_lost_its_identity_is_named_with_it(running: RunDir) -> None:
+    take_away(running, "run.json")
+
+    with pytest.raises(CancelError, match=r"no request can be left for .*run\.json"):
+        said_by(running, checkpoint=False, events=[])
 
 
 # ---- nothing to end ------------------------------------------------------------------------------------------------------
@@ -253,66 +308,3 @@ def test_a_number_that_is_no_process_gets_no_signal(tmp_path: Path, pid: int) ->
     run = made(tmp_path / "run", "running", "local", host=socket.gethostname(), pid=pid)
 
     assert not terminate(run)
-
-
-# ---- Ctrl-C --------------------------------------------------------------------------------------------------------------
-
-
-def test_the_first_ctrl_c_leaves_the_run_alone_and_says_how_to_come_back(
-    running: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(InterruptedRunError) as caught:
-        detach.interrupted(running, "slurm", sleep=lambda _seconds: None)
-
-    assert caught.value.exit_code == 130
-    assert "python -m launch.follow" in str(caught.value)
-    assert "python -m launch.cancel" in str(caught.value)
-    assert "detached; the job goes on" in capsys.readouterr().err
-    assert not running.cancel_json.exists()
-
-
-def ctrl_c(_seconds: float) -> None:
-    raise KeyboardInterrupt
-
-
-def test_the_second_ctrl_c_ends_the_run_with_a_checkpoint(running: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-
-    def fake(root: Path, *, checkpoint: bool, say: Callable[[str], None]) -> str:
-        asked.append(checkpoint)
-        return "it has ended"
-
-    monkeypatch.setattr(detach, "cancel", fake)
-
-    with pytest.raises(InterruptedRunError, match="it has ended"):
-        detach.interrupted(running, "slurm", sleep=ctrl_c)
-
-    assert asked == [True]
-
-
-def test_the_third_ctrl_c_leaves_the_checkpoint_out(running: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-
-    def fake(root: Path, *, checkpoint: bool, say: Callable[[str], None]) -> str:
-        asked.append(checkpoint)
-        if checkpoint:
-            raise KeyboardInterrupt
-        return "it has ended"
-
-    monkeypatch.setattr(detach, "cancel", fake)
-
-    with pytest.raises(InterruptedRunError, match="it has ended"):
-        detach.interrupted(running, "slurm", sleep=ctrl_c)
-
-    assert asked == [True, False]
-
-
-def test_who_follows_a_local_run_from_elsewhere_leaves_it_to_its_launcher(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = made(tmp_path / "run", "running", "local", host=socket.gethostname(), pid=os.getpid())
-
-    with pytest.raises(InterruptedRunError):
-        detach.interrupted(run, "local", sleep=lambda _seconds: None)
-
-    assert "goes on in the terminal that started it" in capsys.readouterr().err

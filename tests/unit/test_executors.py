@@ -5,9 +5,10 @@ Slurm's programs are played by small scripts first on PATH; they leave what they
 
 from __future__ import annotations
 
-import stat
+import errno
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from submitit.core.utils import DelayedSubmission
@@ -31,46 +32,9 @@ from stages.desired import read_desired
 from stages.rundir import RunDir
 from tests.fake_runs import fake_config, fake_plan, fake_run
 from tests.fake_stages import entry
+from tests.slurm_programs import calls, cluster, program, queue
 
-
-@pytest.fixture
-def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder first on PATH with a Slurm that accepts everything as job 41."""
-    folder = tmp_path / "programs"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    program(
-        folder,
-        "sbatch",
-        f'env > {folder}/environment; echo "$@" >> {folder}/sbatch.calls; echo "Submitted batch job 41"',
-    )
-    program(folder, "srun", "exit 1")
-    cluster(folder)
-    program(folder, "scancel", f'echo "$@" >> {folder}/scancel.calls')
-    queue(folder, "PENDING|Resources")
-    return folder
-
-
-def program(folder: Path, name: str, script: str) -> None:
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-
-
-def cluster(folder: Path, nodes: str = "node[0-3]", state: str = "idle", limit: str = "infinite") -> None:
-    """Let sinfo show one partition of nodes with four processors and two GPUs each."""
-    program(folder, "sinfo", f"echo 'dev*|{nodes}|4|8000|gpu:4|(null)|{state}|{limit}|1-infinite'")
-
-
-def queue(folder: Path, leader: str, other: str = "", exit_code: str = "0:0") -> None:
-    """Let squeue and scontrol show two components as "STATE|REASON"."""
-    lines = [f"41+0|{leader}|node0", f"41+1|{other or leader}|node1"]
-    program(folder, "squeue", f"echo ask >> {folder}/squeue.calls; printf '%s\\n' '{lines[0]}' '{lines[1]}'")
-    records = [
-        f"JobId={41 + offset} HetJobId=41 HetJobOffset={offset} JobState={state} Reason={reason} ExitCode={exit_code} NodeList=n"
-        for offset, (state, reason) in enumerate(text.split("|") for text in (leader, other or leader))
-    ]
-    program(folder, "scontrol", f"printf '%s\\n' '{records[0]}' '{records[1]}'")
+__all__ = ["calls"]
 
 
 def slurm_run(tmp_path: Path) -> tuple[LibraConfig, Plan, RunDir]:
@@ -218,6 +182,37 @@ def test_a_refusal_of_the_real_submission_is_the_message_too(tmp_path: Path, cal
 
     with pytest.raises(SubmitError, match="Job violates accounting policy"):
         submit(config, plan, run, entry=entry)
+
+
+def test_ctrl_c_while_sbatch_runs_counts_when_the_job_is_written_down(tmp_path: Path, calls: Path) -> None:
+    trial = 'case "$*" in *--test-only*) exit 0;; esac'
+    program(calls, "sbatch", f'{trial}; kill -INT "$PPID"; echo "Submitted batch job 41"')
+    config, plan, run = slurm_run(tmp_path)
+
+    with pytest.raises(KeyboardInterrupt):
+        submit(config, plan, run, entry=entry)
+
+    assert (run.read(run.submission_json) or {})["job_id"] == "41"
+    assert (run.submitit / "41_submitted.pkl").is_file()
+
+
+def test_a_job_that_cannot_be_written_down_is_taken_back(
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, plan, run = slurm_run(tmp_path)
+    write = RunDir.write
+
+    def full(self: RunDir, path: Path, payload: dict[str, Any]) -> None:
+        if path == self.submission_json:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, path, payload)
+
+    monkeypatch.setattr(RunDir, "write", full)
+
+    with pytest.raises(SubmitError, match="job 41 was cancelled, as its number could not be written down"):
+        submit(config, plan, run, entry=entry)
+
+    assert (calls / "scancel.calls").read_text() == "41\n"
 
 
 def test_an_array_of_hetjobs_is_refused(tmp_path: Path, calls: Path) -> None:

@@ -236,6 +236,18 @@ def test_a_run_that_was_cancelled_in_the_queue_says_who_did_it(run: RunDir, slur
     assert caught.value.exit_code == 143
 
 
+@pytest.mark.parametrize("phase", ["", "running"])
+def test_a_run_directory_that_is_taken_away_ends_the_wait(run: RunDir, phase: str) -> None:
+    if phase:
+        says(run, phase)
+    clock = Clock(nothing, lambda: run.root.rename(run.root.with_name("elsewhere")))
+
+    with pytest.raises(RunFailedError, match="the run directory is gone"):
+        watched(run, clock, Sign("unknown"))
+
+    assert clock.now_s - 100.0 < 15
+
+
 def test_an_unknown_queue_state_is_not_an_end(run: RunDir) -> None:
     clock = Clock(*[nothing] * 100, lambda: says(run, "succeeded"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import subprocess
 import sys
@@ -66,6 +67,17 @@ def test_an_error_is_said_with_its_exit_code(capsys: pytest.CaptureFixture[str])
 def test_a_damaged_record_is_said_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert fails(DamagedRecordError("state.json is not JSON")) == 1
     assert "state.json is not JSON" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_said_without_a_stack_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fails(OSError(errno.ENOSPC, "No space left on device", "cancel.json")) == 1
+    assert "the system refused: [Errno 28] No space left on device" in capsys.readouterr().err
+
+
+def test_a_command_without_a_standard_output_does_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+
+    assert command(lambda: 0) == 0
 
 
 def test_ctrl_c_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

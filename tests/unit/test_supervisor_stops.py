@@ -251,6 +251,32 @@ def test_people_can_hurry_a_run_that_saves_a_checkpoint() -> None:
         assert run.now_s < 15.0
 
 
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_people_can_end_a_run_that_saves_a_checkpoint_to_be_requeued(checkpoint: bool) -> None:
+    with world() as run:
+        run.save_s = 20.0
+        run.at(2.0, "warning")
+        run.at(10.0, "ask", checkpoint)
+
+        cause = run.supervise()
+
+        assert isinstance(cause, Cause)
+        assert cause.message.startswith("the run was cancelled by me@here")
+        assert run.state()["phase"] == "failed"
+        assert not run.job.handed_over
+
+
+def test_a_request_that_comes_when_the_checkpoint_is_there_prevents_the_requeue() -> None:
+    with world(MemoryRunner(stubborn=["rollout_000"])) as run:
+        run.at(2.0, "warning")
+        run.at(run.save_s + 3.0 if run.save_s else 3.0, "ask", False)
+
+        cause = run.supervise()
+
+        assert isinstance(cause, Cause)
+        assert cause.exit_code == 143
+
+
 def test_the_cause_of_a_stop_is_the_only_word_before_the_last_one() -> None:
     with world(MemoryRunner(stubborn=["rollout_000"])) as run:
         run.at(2.0, "warning")
