@@ -8,7 +8,7 @@ PYTHON ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-slurm trace test test-fast lint format type golden devcluster-up devcluster-down lock clean
+.PHONY: help venv demo demo-slurm trace test test-fast test-parts test-patient lint format type golden devcluster-up devcluster-down lock clean
 
 help:  ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,11 +30,18 @@ trace: venv  ## Write a Chrome trace of a run: make trace RUN=runs/demo
 	$(PY) -m traces export "$(RUN)"
 
 test: lint  ## Everything: lint, and all tests (some start a real vLLM and a private Slurm)
-	$(PY) -m pytest -n 2 --dist loadfile tests/unit tests/contract
-	$(PY) -m pytest tests/integration
+	@echo "unit and contract tests, and beside them those that mostly wait for Slurm: both show what they did when they are through"
+	$(MAKE) --no-print-directory -j2 --output-sync=target test-parts test-patient
+	$(PY) -m pytest -m "not patient" tests/integration
 
-test-fast: venv  ## The tests that need neither Slurm nor vLLM
+test-fast: venv  ## The unit tests: no Slurm, no vLLM, one process each
+	$(PY) -m pytest -n 2 --dist loadfile tests/unit
+
+test-parts: venv  ## Unit and contract tests: no Slurm, no vLLM
 	$(PY) -m pytest -n 2 --dist loadfile tests/unit tests/contract
+
+test-patient: venv  ## Tests that wait for time limits and grace times of a private Slurm
+	$(PY) -m pytest -m patient tests/integration
 
 lint: venv  ## ruff (rules and format) and mypy
 	$(PY) -m ruff check .

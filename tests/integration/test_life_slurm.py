@@ -125,6 +125,7 @@ def test_the_warning_before_the_limit_saves_requeues_and_the_next_attempt_goes_o
     assert log.count("phase=running") == 2
 
 
+@pytest.mark.patient
 def test_a_job_that_reaches_its_limit_goes_on_in_its_next_attempt(start: Start) -> None:
     config = slurm_config()
     config.slurm.time_min = 2

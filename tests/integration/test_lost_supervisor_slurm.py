@@ -21,7 +21,7 @@ from launch.devcluster.render import NODE_TIMEOUT_S
 from tests.fake_runs import fake_plan, go
 from tests.slurm_kit import AGAIN_S, SlurmRun, slurm_config
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.patient, pytest.mark.timeout(400)]
 
 
 @pytest.fixture

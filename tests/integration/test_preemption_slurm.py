@@ -19,7 +19,7 @@ from tests.fake_runs import fake_plan, go
 from tests.fake_stages import STEPS_PER_ATTEMPT
 from tests.slurm_kit import TRAINING, SlurmRun, slurm_config
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.patient, pytest.mark.timeout(400)]
 
 GRACE_S = 40
 Up = Callable[[str], cluster.DevCluster]
