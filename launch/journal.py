@@ -14,6 +14,11 @@ from launch.verdict import Cause
 from stages.rundir import FencedError, RunDir
 
 HEARTBEAT_S = 1.0
+LASTING_S = 30.0
+"""A disk that is full for less long than this ends no run: others fill a shared one too, and it is emptied again."""
+LAST_WORD_S = 10.0
+"""How long the last record is tried for; a job that is being ended gets its KILL after KillWait (30 s by default)."""
+_PAUSE_S = 0.2
 
 
 class Journal:
@@ -21,14 +26,23 @@ class Journal:
 
     phase: starting, running, stopping, then the last word: succeeded, failed, or requeued (the run goes on in another
     attempt). Never raises: steps must still be stopped on a full disk or when a newer attempt has fenced this one out. `trouble`
-    then says what went wrong.
+    then says what went wrong; what could not be written is written once it can.
     """
 
-    trouble: OSError | FencedError | None = None
-
-    def __init__(self, run: RunDir, mode: str, job_id: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        mode: str,
+        job_id: str,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._run = run
         self._clock = clock
+        self._sleep = sleep
+        self._failure: OSError | FencedError | None = None
+        self._failing_since_s = 0.0
+        self._unwritten = b""
         self._about = {"mode": mode, "job_id": job_id, "host": socket.gethostname(), "pid": os.getpid()}
         self._phase = ""
         self._steps: dict[str, dict[str, Any]] = {}
@@ -42,16 +56,25 @@ class Journal:
     def cause(self) -> Cause | None:
         return self._cause
 
+    @property
+    def trouble(self) -> OSError | FencedError | None:
+        """Why the attempt cannot go on: a newer one has begun, or nothing could be written for LASTING_S."""
+        is_lasting = isinstance(self._failure, FencedError) or self._clock() - self._failing_since_s >= LASTING_S
+        return self._failure if is_lasting else None
+
     def close(self) -> None:
+        """With the last record on disk, if need be after some tries."""
+        end_s = self._clock() + LAST_WORD_S
+        while isinstance(self._failure, OSError) and self._clock() < end_s:
+            self._sleep(_PAUSE_S)
+            self._write()
         os.close(self._events)
 
     def event(self, what: str, /, **details: Any) -> None:
         """One line in events.jsonl and in the supervisor's log."""
         line = json.dumps({"time": round(time.time(), 3), "event": what, **details})
-        try:
-            os.write(self._events, (line + "\n").encode())
-        except OSError as error:
-            self.trouble = error
+        self._unwritten += f"{line}\n".encode()
+        self._write_events()
         words = " ".join(f"{key}={value}" for key, value in details.items() if value is not None)
         print(f"{time.strftime('%H:%M:%S')} {what} {words}", flush=True)
 
@@ -103,5 +126,22 @@ class Journal:
         try:
             self._run.write(self._run.state_json, {**payload, **self._about, "time": time.time()})
         except (OSError, FencedError) as error:
-            self.trouble = error
-            print(f"state.json was not written: {error}", flush=True)
+            self._failed(error)
+        else:
+            self._write_events()
+            if not self._unwritten:
+                self._failure = None
+
+    def _write_events(self) -> None:
+        """A full disk may take a part of it; the rest follows later."""
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self._events, self._unwritten) :]
+        except OSError as error:
+            self._failed(error)
+
+    def _failed(self, error: OSError | FencedError) -> None:
+        if self._failure is None:
+            self._failing_since_s = self._clock()
+            print(f"the state cannot be recorded: {error}", flush=True)
+        self._failure = error
