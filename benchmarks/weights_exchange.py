@@ -54,7 +54,8 @@ class Exchange:
 
     def publish(self, *, lend: bool = False) -> Manifest:
         self.version += 1
-        tensors = [LocalTensor.whole(name, tensor) for name, tensor in self.tensors.items()]
+        largest_first = sorted(self.tensors.items(), key=lambda item: -item[1].numel())  # as a trainer gives them
+        tensors = [LocalTensor.whole(name, tensor) for name, tensor in largest_first]
         publication = self._publisher.begin(self.version, self.version, tensors, PROBE, lend=lend)
         manifest = publication.finish()
         self.snapshot_s = publication.report.snapshot_s
