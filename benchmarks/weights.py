@@ -6,7 +6,9 @@
 
 The trainer's own `Publisher`, kept from version to version, and a rollout worker's own staging, one process, parameters in host
 memory. `publish_s` is from `begin` to the end of `finish`; for `snapshot_s` of it training is blocked. `publish_lent_s` is the
-same without the snapshot, training blocked all the while. `prepare_s` reads and verifies into the node's segment and takes the
+same without the snapshot, training blocked all the while. Both write as the third and every later version of a run is written: where
+that is quicker (`recycled`) over the files of an older version that nobody uses. `publish_new_s` writes to new files, as the
+first versions do. `prepare_s` reads and verifies into the node's segment and takes the
 sums that prove the swap; `verify_s` leaves these sums out. `copy_s` copies the files of the published folder into new ones beside
 it, with as many threads; `write_s` and `read_s` are the halves of that (memory to new files, files to used memory). All that
 write flush their files or not as --fsync (option weights.fsync) says for the folder.
@@ -42,7 +44,7 @@ from benchmarks.weights_gpu.pause import measure_pause
 from benchmarks.weights_model import shape_of_bytes
 from benchmarks.weights_rivals import Pieces, save_distributed, save_safetensors, save_torch
 from stages.rollout.memory_folder import sweep_memory_folders
-from stages.weights.filesystems import LOCAL, POLICIES, filesystem_magic, flushes_data
+from stages.weights.filesystems import LOCAL, POLICIES, filesystem_magic, flushes_data, is_quicker_written_over
 from stages.weights.parallel import thread_count
 
 WIDTHS = {"bfloat16": 2, "float32": 4}
@@ -114,10 +116,12 @@ def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             "folder": options.folder,
             "filesystem": LOCAL.get(filesystem_magic(folder), "not local"),
             "flushed": durable,
+            "recycled": is_quicker_written_over(folder),
             "staging": exchange.staging.why_private or "shared",
             "rounds": options.repeat,
             **seconds.medians(),
             "publish_ratio": seconds.ratio("publish_s", "copy_s"),
+            "publish_new_ratio": seconds.ratio("publish_new_s", "copy_s"),
             "publish_lent_ratio": seconds.ratio("publish_lent_s", "copy_s"),
             "snapshot_ratio": seconds.ratio("snapshot_s", "copy_s"),
             "prepare_ratio": seconds.ratio("prepare_s", "copy_s"),
@@ -131,10 +135,12 @@ def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 def _measure_round(exchange: Exchange, pieces: Pieces, threads: int, seconds: _Seconds, *, durable: bool) -> None:
     """Pairs that are compared stand next to each other."""
     tensors, other = exchange.tensors, seconds.folder
-    exchange.remove()
+    exchange.recycle()
     seconds.take("publish_lent_s", partial(exchange.publish, lend=True))
     seconds.take("copy_s", partial(pieces.copy, exchange.folder, other, durable=durable))
     exchange.remove()
+    seconds.take("publish_new_s", exchange.publish)
+    exchange.recycle()
     seconds.take("publish_s", exchange.publish)
     seconds.add("snapshot_s", exchange.snapshot_s)
     seconds.take("write_s", partial(pieces.write, other, durable=durable))

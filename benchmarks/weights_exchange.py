@@ -18,6 +18,7 @@ from stages.rollout.signature import model_signature
 from stages.rollout.source_sums import SourceSums
 from stages.rollout.staging import SegmentLayout, Staging
 from stages.rundir import RunDir
+from stages.weights import spares
 from stages.weights.manifest import Manifest, Probe
 from stages.weights.publish import Publisher
 from stages.weights.reader import load_manifest, read_verified
@@ -53,7 +54,8 @@ class Exchange:
 
     def publish(self, *, lend: bool = False) -> Manifest:
         self.version += 1
-        tensors = [LocalTensor.whole(name, tensor) for name, tensor in self.tensors.items()]
+        largest_first = sorted(self.tensors.items(), key=lambda item: -item[1].numel())  # as a trainer gives them
+        tensors = [LocalTensor.whole(name, tensor) for name, tensor in largest_first]
         publication = self._publisher.begin(self.version, self.version, tensors, PROBE, lend=lend)
         manifest = publication.finish()
         self.snapshot_s = publication.report.snapshot_s
@@ -62,6 +64,14 @@ class Exchange:
     def remove(self) -> None:
         """The newest version's files."""
         remove_tree(self.folder)
+
+    def recycle(self) -> bool:
+        """As a collection does with a version that nobody uses: the next is written over its files (True), or, on filesystems where
+        that is not quicker, they are removed."""
+        is_kept = spares.keep(self.run, self.folder)
+        if not is_kept:
+            self.remove()
+        return is_kept
 
     @cached_property
     def staging(self) -> Staging:

@@ -46,7 +46,9 @@ OLD = (1, 2, 3)
 """Versions that attempt 0 published, had served and acknowledged; a scenario begins with attempt 1, which goes on from step 2."""
 STALL_S = 90.0
 """Longer than any deadline of the scenarios."""
-_TRASH = re.compile(r"^weights/(\.v\d+\.trash-[0-9a-f]+)(?:/|$)")
+_TRASH = re.compile(r"^weights/(\.v\d+\.(?:trash|spare)-[0-9a-f-]+)(?:/|$)")
+
+_SPARE = re.compile(r"^weights/(\.v\d+\.spare-[0-9a-f-]+)(?:/|$)")
 
 
 class Violation(AssertionError):
@@ -65,7 +67,8 @@ def value_of(attempt: int, version: int) -> float:
 class World:
     """One run directory with its parties, and what is true about it.
 
-    `renames` counts how often the newest attempt named something in weights/; `keeps_old` is an engine that skips the swap.
+    `renames` counts how often the newest attempt named something in weights/, `reuses` are those operations of each party that
+    have to do with files that are written over; `keeps_old` is an engine that skips the swap.
     """
 
     schedule: Schedule
@@ -80,6 +83,7 @@ class World:
     keeps_old: bool = False
     attempt: int = 1
     renames: int = 0
+    reuses: dict[str, list[int]] = field(default_factory=dict)
     _stops: list[threading.Event] = field(default_factory=list)
 
     # ---- parties ---------------------------------------------------------------------------------------------------
@@ -154,10 +158,14 @@ class World:
     # ---- what must hold --------------------------------------------------------------------------------------------
 
     def watch(self, party: Party, operation: Operation) -> None:
-        """Before each operation: what is named, and what is deleted."""
+        """Before each operation: what is named, and what is deleted or written over."""
+        if ".spare-" in operation.path or ".spare-" in operation.target:
+            self.reuses.setdefault(party.name, []).append(party.operations)
         if operation.kind == "rename" and operation.path.startswith("weights/"):
             self.renames += party.name.endswith(f".{self.attempt}")
             self._note_rename(operation)
+            if match := _SPARE.match(operation.path) or _SPARE.match(operation.target):
+                self._check_deletion(party, self.trash.get(match[1], ""))
         elif operation.kind == "remove" and (match := _TRASH.match(operation.path)):
             self._check_deletion(party, self.trash.get(match[1], ""))
 
@@ -166,7 +174,7 @@ class World:
         if ".tmp-" in operation.path and manifest.is_file():
             record = json.loads(manifest.read_text())
             self.digests[record["attempt"], record["version"]] = record["digest"]
-        elif ".trash-" in operation.target and manifest.is_file():
+        elif (".trash-" in operation.target or ".spare-" in operation.target) and manifest.is_file():
             self.trash[Path(operation.target).name] = json.loads(manifest.read_text())["digest"]
 
     def _check_deletion(self, party: Party, digest: str) -> None:
@@ -178,7 +186,7 @@ class World:
             raise Violation(f"{party.name} deletes the newest version, {newest}, of attempt {self.attempt}")
 
     def _reads(self, attempt: int, server: Server, digest: str) -> bool:
-        return attempt == self.attempt and not server.party.is_gone and server.engine.reading == digest
+        return attempt == self.attempt and not server.party.is_gone and server.engine.reading == digest != ""
 
     def check(self) -> None:
         """After each stretch: what is served."""
@@ -255,6 +263,7 @@ def replaced_parts() -> Iterator[None]:
         patched.setattr("stages.weights.refresh.Patience", partial(Patience, clock=lambda: time.monotonic()))
         patched.setattr("asyncio.to_thread", at_once)
         patched.setattr("os.fsync", lambda fd: None)
+        patched.setattr("stages.weights.spares.is_quicker_written_over", lambda folder: True)
         patched.setattr(rollout_stage, "Registration", QuietRegistration)
         patched.setattr(rollout_stage, "ServerKeeper", lambda context, _, beat: _here[-1].make_server(context, beat))
         yield

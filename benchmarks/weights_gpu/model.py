@@ -54,7 +54,9 @@ class Parameters:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def tensors(self) -> list[LocalTensor]:
-        return [LocalTensor.whole(name, tensor) for name, tensor in self._tensors.items()]
+        """Largest first, as a trainer gives them (`stages.trainer.hf_weights.export_shards`)."""
+        largest_first = sorted(self._tensors.items(), key=lambda item: -item[1].numel())
+        return [LocalTensor.whole(name, tensor) for name, tensor in largest_first]
 
     @torch.no_grad()
     def step(self) -> None:

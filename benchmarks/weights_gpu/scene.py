@@ -22,6 +22,7 @@ from planner.plan import InstancePlacement, Plan, RolloutLayout, TrainLayout
 from stages.context import StageContext, open_context
 from stages.files import read_json, remove_tree
 from stages.rundir import RunDir
+from stages.weights import spares
 from stages.weights.manifest import Manifest, Probe
 from stages.weights.proof import probe_change_nats
 from stages.weights.publish import Publisher, publish
@@ -170,12 +171,13 @@ class Scene:
         return found
 
     def clean(self) -> None:
-        """Remove all versions but that which the server was started from, which it may read again."""
+        """As a collection does, with all versions but that which the server was started from, which it may read again."""
         status = self.instance.status
         kept = status.leases if status else ()
         for version in self.run.published_versions():
-            if version not in kept:
-                remove_tree(self.run.weights_version(version))
+            folder = self.run.weights_version(version)
+            if version not in kept and not spares.keep(self.run, folder):
+                remove_tree(folder)
 
 
 @contextmanager

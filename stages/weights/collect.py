@@ -19,11 +19,12 @@ from conf.sections import WeightsConfig
 from stages.context import StageContext
 from stages.files import DamagedRecordError, is_own_temporary, list_names, remove_tree
 from stages.rundir import FencedError, RunDir
+from stages.weights import spares
 from stages.weights.errors import RecordError
 from stages.weights.instances import read_statuses
 
 _RECORD_NAME = re.compile(r"^v(\d{6,})\.json$")
-_LEFTOVER_FOLDER = re.compile(r"^\.(?:v|step_)\d{6,}\.(?:tmp-(?P<attempt>\d+)-[0-9a-f]+|trash-[0-9a-f]+)$")
+_LEFTOVER_FOLDER = re.compile(r"^\.(?:v|step_)\d{6,}\.(?:(?:tmp|spare)-(?P<attempt>\d+)-[0-9a-f]+|trash-[0-9a-f]+)$")
 _LEFTOVER_RECORD = re.compile(r"^\.(?:LATEST|v\d{6,})\.json\.[0-9a-f-]+\.tmp$")
 
 _told: set[str] = set()
@@ -44,6 +45,8 @@ class Collected:
 
 def collect(context: StageContext, *, batches_before: int | None = None) -> Collected:
     """Delete old weight versions, trained batches and refresh records of a run, within the limits of its configuration.
+
+    The files of one version may stay without its name, to be written over by the next (`stages.weights.spares`).
 
     Kept whatever their age: versions that an instance leases, that LATEST.json names, that a request waits for; batches
     without a receipt, or from step `batches_before` on (a checkpoint may want to train them again). ACK files are never
@@ -86,7 +89,7 @@ def drop_versions(run: RunDir, newer_than: int) -> tuple[int, ...]:
 
 
 def sweep_leftovers(run: RunDir, folder: Path) -> tuple[str, ...]:
-    """Remove what a killed process left in `folder`: half publications of older attempts, trash, half records.
+    """Remove what a killed process left in `folder`: half publications and spares of older attempts, trash, half records.
 
     All of these have one writer, the trainer's first rank: records that this very process is writing in another thread are
     known by their names.
@@ -117,7 +120,9 @@ def _collect_versions(context: StageContext, trash: _Trash, keep: int) -> tuple[
     try:
         leased = _leased(context) if old else set()
         for version in (version for version in old if version not in leased):
-            if trash.remove(run.weights_version(version), partial(_is_leased, context, version)):
+            if trash.remove(
+                run.weights_version(version), partial(_is_leased, context, version), partial(spares.keep, run)
+            ):
                 removed.append(version)
     except (RecordError, DamagedRecordError) as damage:
         trash.left_alone.append(f"weights: versions may be in use, none more is collected: {damage}")
@@ -177,9 +182,14 @@ class _Trash:
     run: RunDir
     left_alone: list[str] = field(default_factory=list)
 
-    def remove(self, folder: Path, is_needed: Callable[[], bool] | None = None) -> bool:
+    def remove(
+        self,
+        folder: Path,
+        is_needed: Callable[[], bool] | None = None,
+        keep: Callable[[Path], bool] = lambda trash: False,
+    ) -> bool:
         """False when it stays. `is_needed` is asked once the folder has lost its name: whoever took a lease before that is seen,
-        and whoever comes later does not find the folder.
+        and whoever comes later does not find the folder. What `keep` takes for another use is not deleted.
 
         Raises FencedError when a newer attempt of the run began meanwhile: the folder is its, and keeps its name.
         """
@@ -196,7 +206,7 @@ class _Trash:
         if self._must_return(trash, folder, is_needed):
             os.rename(trash, folder)
             return False
-        if (obstacle := _try_to_delete(trash)) is not None:
+        if (obstacle := _try_to_delete(trash, keep)) is not None:
             self.left_alone.append(f"{folder}: {obstacle}")
         return True
 
@@ -216,9 +226,11 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _try_to_delete(path: Path) -> OSError | None:
-    """Delete a file or a folder; what stood in the way when it stays (something in it is open, or not ours)."""
+def _try_to_delete(path: Path, keep: Callable[[Path], bool] = lambda path: False) -> OSError | None:
+    """Delete a file or a folder, unless `keep` takes it; what stood in the way when it stays (something in it is open, or not ours)."""
     try:
+        if keep(path):
+            return None
         if _is_folder(path):
             remove_tree(path)
         else:

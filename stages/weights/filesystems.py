@@ -1,4 +1,4 @@
-"""Whether what is written to a filesystem must be flushed before others may be told of it."""
+"""What is different from one filesystem to another: whether bytes must be flushed before others may be told of them, and where they lie."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ LOCAL = {
 }
 """Magic numbers (statfs(2), linux/magic.h) of filesystems whose page cache all readers share: they run on this host."""
 
+_QUICKER_WRITTEN_OVER = frozenset({"tmpfs", "ext2, ext3, ext4"})
+"""Those on which it was measured (docs/benchmarks.md): new pages, and new blocks, take longer than the bytes."""
+
 POLICIES = ("auto", "always", "never")
 
 
@@ -30,6 +33,11 @@ def flushes_data(policy: str, folder: Path) -> bool:
     known, the bytes must have left this host before another one is sent to read them.
     """
     return policy == "always" or (policy == "auto" and filesystem_magic(folder) not in LOCAL)
+
+
+def is_quicker_written_over(folder: Path) -> bool:
+    """Is it worth while to write over old files in `folder`, and can this host tell whether somebody has them open?"""
+    return LOCAL.get(filesystem_magic(folder)) in _QUICKER_WRITTEN_OVER
 
 
 def filesystem_magic(path: Path) -> int:

@@ -39,20 +39,25 @@ def map_threads(function: Callable[[Item], Result], items: Sequence[Item], threa
                 future.cancel()
 
 
-Job = tuple[int, Callable[[], Result]]
+Job = tuple[int, int, Callable[[], Result]]
+"""Number, size, what to do."""
 
 
 class Lanes(Generic[Result]):
-    """Jobs in lanes: a few threads do them in the given order, but never two of one lane at the same time.
+    """Jobs in lanes: a few threads do those of a lane in the given order, but never two of one lane at the same time.
 
-    A file is a lane: Linux lets one thread at a time write to a file (it holds the inode's lock), so others would wait.
+    A file is a lane: Linux lets one thread at a time write to a file (it holds the inode's lock), so others would wait. The lane
+    with most left to do comes first, so that none is left to one thread at the end while the others have nothing to do; of equal
+    ones that with the oldest job.
     """
 
-    def __init__(self, jobs: Iterable[tuple[Hashable, Callable[[], Result]]]) -> None:
+    def __init__(self, jobs: Iterable[tuple[Hashable, int, Callable[[], Result]]]) -> None:
+        """Lane, size in any unit, and what to do, for each."""
         lanes: dict[Hashable, deque[Job[Result]]] = {}
-        for number, (lane, job) in enumerate(jobs):
-            lanes.setdefault(lane, deque()).append((number, job))
-        self._idle = [(lane[0][0], lane) for lane in lanes.values()]  # a heap: on top the lane with the oldest job
+        for number, (lane, size, job) in enumerate(jobs):
+            lanes.setdefault(lane, deque()).append((number, size, job))
+        self._idle = [_entry(sum(size for _, size, _ in lane), lane) for lane in lanes.values()]
+        heapq.heapify(self._idle)
         self._lock = threading.Lock()
         self._stopped = False
 
@@ -70,20 +75,30 @@ class Lanes(Generic[Result]):
     def _work(self) -> list[Result]:
         """A worker that finds no idle lane leaves: whoever is busy goes on with his lane himself."""
         results: list[Result] = []
-        while (lane := self._take()) is not None:
+        while (taken := self._take()) is not None:
+            left, lane = taken
+            _, size, job = lane.popleft()
             try:
-                results.append(lane.popleft()[1]())
+                results.append(job())
             except BaseException:
                 self.stop()
                 raise
-            self._give_back(lane)
+            self._give_back(left - size, lane)
         return results
 
-    def _take(self) -> deque[Job[Result]] | None:
+    def _take(self) -> tuple[int, deque[Job[Result]]] | None:
         with self._lock:
-            return heapq.heappop(self._idle)[1] if self._idle and not self._stopped else None
+            if self._stopped or not self._idle:
+                return None
+            left, _, lane = heapq.heappop(self._idle)
+            return -left, lane
 
-    def _give_back(self, lane: deque[Job[Result]]) -> None:
+    def _give_back(self, left: int, lane: deque[Job[Result]]) -> None:
         if lane:
             with self._lock:
-                heapq.heappush(self._idle, (lane[0][0], lane))
+                heapq.heappush(self._idle, _entry(left, lane))
+
+
+def _entry(left: int, lane: deque[Job[Result]]) -> tuple[int, int, deque[Job[Result]]]:
+    """In a heap, on top the lane with most left, then the one with the oldest job."""
+    return -left, lane[0][0], lane

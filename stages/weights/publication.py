@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stages.publication import Publication as FolderPublication
+from stages.weights import spares
 from stages.weights.collect import sweep_leftovers
 from stages.weights.errors import NoSpaceError, PublishError
 from stages.weights.hf_folder import CONFIG_FILE
@@ -129,9 +130,10 @@ class Publication:
         if existing is not None and existing["attempt"] == run.attempt:
             raise PublishError(f"version {self.version} was already published by this attempt")
         sweep_leftovers(run, run.weights)
-        self._available_bytes = available_bytes(run.weights)  # now, before any rank takes of it
         with space_checked(run.weights, 0):
             self._folder = self._stack.enter_context(run.publishing(final))
+        reused_bytes = spares.take(run, self._folder.path)
+        self._available_bytes = available_bytes(run.weights) + reused_bytes  # now, before any rank takes of it
         return str(self._folder.path)
 
     def _start(self, folder: Path) -> None:
@@ -143,6 +145,7 @@ class Publication:
             wanted = self._layout.total_bytes + sum(map(len, self._small.values())) + _SMALL_BYTES_ALLOWANCE
             if self._available_bytes < wanted:
                 raise NoSpaceError(str(self._run.weights), wanted, self._available_bytes)
+            spares.fit(folder, self._layout.sizes)
         num_bytes = sum(piece.num_bytes for piece, _ in self._copies)
         threads = thread_count(self._publisher.options.io_threads, num_bytes)
         converted = max((copy.converted_bytes for _, copy in self._copies), default=0)

@@ -11,6 +11,7 @@ import torch
 
 from conf.sections import WeightsConfig
 from stages.rundir import RunDir
+from stages.weights import spares
 from stages.weights.filesystems import flushes_data
 from stages.weights.hf_folder import small_files
 from stages.weights.layout import Layout, Offer, plan_layout
@@ -109,10 +110,12 @@ class Publisher:
         return publication
 
     def close(self) -> None:
-        """An unfinished publication leaves nothing behind."""
+        """An unfinished publication leaves nothing behind, nor do files that were kept to be written over."""
         if self._current is not None:
             self._current.close()
         self.pool.shutdown()
+        if self.ranks.rank == 0:
+            spares.drop(self.run)
 
     def layout(self, offers: list[Offer]) -> Layout:
         """Planned once, as long as the ranks offer the same."""

@@ -55,9 +55,9 @@ class RankWriter:
         places = layout.tensors
         self._lanes = Lanes(
             [
-                *((name, partial(_write_beginning, self._fds[name], data)) for name, data in whole.items()),
+                *((name, len(data), partial(_write_beginning, self._fds[name], data)) for name, data in whole.items()),
                 *(
-                    (place.file, partial(_write_piece, self._fds[place.file], place, piece, copy))
+                    (place.file, piece.num_bytes, partial(_write_piece, self._fds[place.file], place, piece, copy))
                     for piece, copy in copies
                     for place in (places[piece.name],)
                 ),

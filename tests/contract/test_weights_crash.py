@@ -37,14 +37,17 @@ class AnsweringInstances(threading.Event):
         return False
 
 
-def exchange(run: RunDir, source: Path) -> None:
-    """All that the trainer writes for version 3."""
+def exchange(run: RunDir, source: Path, *, again: bool = False) -> None:
+    """All that the trainer writes for version 3; and, `again`, for version 4, over the files of one that was collected."""
     context: StageContext = make_context(run)
     context.config.weights.refresh_timeout_s = 20
     manifest = publish_full(run, 3, small_tensors(run.attempt), source=source)
     context.stop = AnsweringInstances(run, manifest)
     request_refresh(context, manifest, INSTANCES, publish_s=0.0)
     collect(context)
+    if again:
+        publish_full(run, 4, small_tensors(run.attempt + 10), source=source)
+        collect(context)
 
 
 def kill_before_operation(number: int) -> None:
@@ -66,14 +69,14 @@ def kill_before_operation(number: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
 
 
-def killed_exchange(run: RunDir, source: Path, number: int) -> bool:
+def killed_exchange(run: RunDir, source: Path, number: int, *, again: bool) -> bool:
     """Run `exchange` in a process that is killed before operation `number`; False when it ended before that."""
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
             kill_before_operation(number)
-            exchange(run, source)
+            exchange(run, source, again=again)
             code = 0
         finally:
             os._exit(code)
@@ -84,7 +87,7 @@ def killed_exchange(run: RunDir, source: Path, number: int) -> bool:
 
 def check_what_others_see(run: RunDir, *, replaced: bool) -> None:
     published = run.published_versions()
-    assert 2 in published
+    assert 2 in published or 4 in published
     for version in published:
         verify(run, load_manifest(run, version))
     latest = run.read(run.latest_json, any_attempt=True)
@@ -97,10 +100,15 @@ def check_what_others_see(run: RunDir, *, replaced: bool) -> None:
         assert all(run.read(run.ack_json(3, name, "loaded")) for name in INSTANCES)
 
 
-@pytest.mark.parametrize("replaced", [False, True], ids=["new version", "version left by an older attempt"])
+@pytest.mark.parametrize(
+    ("replaced", "again"),
+    [(False, False), (True, False), (False, True)],
+    ids=["new version", "version left by an older attempt", "over the files of a version that was collected"],
+)
 def test_a_trainer_killed_at_any_file_operation_leaves_only_whole_versions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool, again: bool
 ) -> None:
+    monkeypatch.setattr("stages.weights.spares.is_quicker_written_over", lambda folder: again)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # still a place to die at; a kill loses nothing that was written
     source = make_source(tmp_path / "source")
     template = RunDir.create(tmp_path / "template")
@@ -110,19 +118,25 @@ def test_a_trainer_killed_at_any_file_operation_leaves_only_whole_versions(
 
     killed = True
     number = 0
+    kept: list[list[str]] = []
     while killed:
         shutil.copytree(template.root, tmp_path / f"run{number}")
         run = RunDir.open(tmp_path / f"run{number}", writer="trainer")
         for instance in INSTANCES:
             register(run, instance)
 
-        killed = killed_exchange(run, source, number)
+        killed = killed_exchange(run, source, number, again=again)
 
         check_what_others_see(run, replaced=replaced)
         run.start_attempt(2)
-        exchange(RunDir.open(run.root, writer="trainer"), source)
-        assert sorted(os.listdir(run.weights)) == ["LATEST.json", "v000002", "v000003"]
+        exchange(RunDir.open(run.root, writer="trainer"), source, again=again)
+        *spare, pointer, first, second = sorted(os.listdir(run.weights))
+        newest = ["v000003", "v000004"] if again else ["v000002", "v000003"]
+        assert [pointer, first, second] == ["LATEST.json", *newest]
+        kept.append([name.partition(".spare-2-")[0] for name in spare])  # none where version 2 was gone before
         assert not [name for folder in (run.requests, run.refreshed) for name in os.listdir(folder) if name[0] == "."]
         shutil.rmtree(run.root)
         number += 1
     assert number > 40  # so many places to die at were tried
+    assert [".v000002"] in kept if again else not any(kept)
+    assert all(names in ([], [".v000002"]) for names in kept)

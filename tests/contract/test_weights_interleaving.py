@@ -19,6 +19,7 @@ from stages.rundir import FencedError, RunDir
 from stages.weights import collect as collection
 from stages.weights.errors import ManifestMismatchError, PublishError, WeightRefreshError
 from stages.weights.patience import Patience
+from stages.weights.reader import load_manifest, verify
 from tests.exchange_world import STALL_S, Violation, World, make_template, make_world, replaced_parts
 from tests.faulty_files import Late, Rule
 from tests.interleaving import Choose, Crashed, NeverEndsError, Party, Search, Sharing, in_order, in_turn
@@ -237,6 +238,42 @@ def zombie_trainers(template: Path) -> int:
 
 def test_a_trainer_that_comes_back_after_its_attempt_replaces_no_version_and_disturbs_hardly(template: Path) -> None:
     assert zombie_trainers(template) <= 3
+
+
+def reuse_of_files(template: Path, stall_at: int = 0, crash_at: int = 0, back_after: int = 99) -> list[int]:
+    """A trainer of two versions, of which the second is written over the first that was collected, stops at one of its operations on
+    those files; the next attempt does the same while it comes back. Returns these operations."""
+    with make_world(template, Sharing(), in_order("trainer.1", "trainer.2")) as world:
+        first = world.add_trainer((3, 4), stall_at=stall_at, stall_s=FOR_EVER_S, crash_at=crash_at)
+        world.add_instances()
+        world.schedule.run_until(lambda: first.is_over or first.stalled_until_s > 0)
+        world.requeue(keep=(first,) if stall_at else ())
+        trainer = world.add_trainer((3, 4, 5))
+        world.add_instances()
+        world.schedule.run_until(lambda: trainer.is_over or world.renames >= back_after)
+        first.stall_at, first.stalled_until_s = 0, 0.0
+        world.schedule.run_until(lambda: first.is_over and trainer.is_over)
+        assert isinstance(first.error, FencedError | PublishError | OSError | Crashed | None), first.error
+        if first in world.schedule.parties:
+            world.schedule.parties.remove(first)
+        end_well(world, trainer, 5)
+        for version in world.run.published_versions():
+            verify(world.run, load_manifest(world.run, version))
+        assert world.reuses["trainer.2"]
+        return world.reuses.get("trainer.1", [])
+
+
+def test_a_trainer_that_comes_back_while_files_are_written_over_disturbs_no_version(template: Path) -> None:
+    operations = reuse_of_files(template)
+    assert len(operations) > 8
+    for number in operations:
+        for back_after in (0, 3, 6, 99):
+            reuse_of_files(template, stall_at=number, back_after=back_after)
+
+
+def test_after_a_crash_while_files_are_written_over_the_next_attempt_ends_well(template: Path) -> None:
+    for number in reuse_of_files(template):
+        reuse_of_files(template, crash_at=number)
 
 
 def test_an_instance_that_comes_back_after_its_attempt_serves_nothing_of_the_next_and_changes_nothing(

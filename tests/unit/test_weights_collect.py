@@ -20,6 +20,12 @@ def run(tmp_path: Path) -> RunDir:
     return as_writer(RunDir.create(tmp_path / "run"), "trainer")
 
 
+@pytest.fixture(autouse=True)
+def on_any_filesystem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is kept to be written over: tests/unit/test_weights_spares.py."""
+    monkeypatch.setattr("stages.weights.spares.is_quicker_written_over", lambda folder: False)
+
+
 @pytest.fixture
 def context(run: RunDir) -> StageContext:
     return make_context(run)
@@ -277,14 +283,21 @@ def test_old_requests_and_results_go_and_acks_stay(run: RunDir, context: StageCo
 def test_leftovers_of_killed_processes_are_swept_but_not_those_of_living_ones(run: RunDir) -> None:
     run.start_attempt(1)
     later = RunDir.open(run.root, writer="trainer")
-    for name in (".v000001.tmp-0-ab", ".v000001.tmp-1-ab", ".v000002.trash-ab", ".keep"):
+    for name in (
+        ".v000001.tmp-0-ab",
+        ".v000001.tmp-1-ab",
+        ".v000002.trash-ab",
+        ".v000003.spare-0-ab",
+        ".v000003.spare-1-ab",
+        ".keep",
+    ):
         (run.weights / name).mkdir()
     (run.weights / ".LATEST.json.0123abcd.tmp").touch()
 
     swept = sweep_leftovers(later, run.weights)
 
-    assert swept == (".LATEST.json.0123abcd.tmp", ".v000001.tmp-0-ab", ".v000002.trash-ab")
-    assert sorted(os.listdir(run.weights)) == [".keep", ".v000001.tmp-1-ab"]
+    assert swept == (".LATEST.json.0123abcd.tmp", ".v000001.tmp-0-ab", ".v000002.trash-ab", ".v000003.spare-0-ab")
+    assert sorted(os.listdir(run.weights)) == [".keep", ".v000001.tmp-1-ab", ".v000003.spare-1-ab"]
 
 
 def test_an_older_attempt_deletes_nothing(run: RunDir, context: StageContext) -> None:

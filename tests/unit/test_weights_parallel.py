@@ -39,7 +39,7 @@ class Busy:
 def test_every_job_is_done_once_and_lanes_never_overlap(lanes: list[int], threads: int) -> None:
     busy = Busy()
     with ThreadPoolExecutor(threads) as pool:
-        jobs = [(lane, partial(busy.job, lane, number)) for number, lane in enumerate(lanes)]
+        jobs = [(lane, 1, partial(busy.job, lane, number)) for number, lane in enumerate(lanes)]
         done = [number for worker in Lanes(jobs).start(pool, threads) for number in worker.result()]
 
     assert sorted(done) == list(range(len(lanes)))
@@ -48,16 +48,28 @@ def test_every_job_is_done_once_and_lanes_never_overlap(lanes: list[int], thread
 def test_one_thread_does_the_jobs_in_order() -> None:
     busy = Busy()
     with ThreadPoolExecutor(1) as pool:
-        jobs = [(lane, partial(busy.job, lane, number)) for number, lane in enumerate([0, 1, 0, 2, 1])]
+        jobs = [(lane, 1, partial(busy.job, lane, number)) for number, lane in enumerate([0, 1, 0, 2, 1])]
         Lanes(jobs).start(pool, 1)
 
     assert busy.order == [0, 1, 2, 3, 4]
 
 
+def test_the_lane_with_most_left_comes_first_though_its_jobs_were_given_last() -> None:
+    """A head matrix is the last tensor and has a file of its own: begun last, it would keep one thread busy and all others waiting."""
+    busy = Busy()
+    sizes = [(0, 3), (1, 2), (0, 3), (2, 4), (2, 4), (2, 4)]
+    with ThreadPoolExecutor(1) as pool:
+        Lanes([(lane, size, partial(busy.job, lane, number)) for number, (lane, size) in enumerate(sizes)]).start(
+            pool, 1
+        )
+
+    assert busy.order == [3, 4, 0, 5, 2, 1]
+
+
 def test_two_lanes_are_worked_on_at_the_same_time() -> None:
     together = threading.Barrier(2, timeout=20)
     with ThreadPoolExecutor(2) as pool:
-        workers = Lanes([("a", together.wait), ("b", together.wait)]).start(pool, 2)
+        workers = Lanes([("a", 1, together.wait), ("b", 1, together.wait)]).start(pool, 2)
 
     assert sorted(number for worker in workers for number in worker.result()) == [0, 1]
 
@@ -68,7 +80,7 @@ def test_after_a_failure_no_job_is_begun() -> None:
     def failing() -> int:
         raise OSError("disk broke")
 
-    jobs = [("a", partial(busy.job, 0, 0)), ("b", partial(failing)), ("c", partial(busy.job, 2, 2))]
+    jobs = [("a", 1, partial(busy.job, 0, 0)), ("b", 1, partial(failing)), ("c", 1, partial(busy.job, 2, 2))]
     with ThreadPoolExecutor(1) as pool:
         (worker,) = Lanes(jobs).start(pool, 1)
 
