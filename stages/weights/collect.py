@@ -19,7 +19,9 @@ from conf.sections import WeightsConfig
 from stages.context import StageContext
 from stages.files import DamagedRecordError, is_own_temporary, list_names, remove_tree
 from stages.rundir import FencedError, RunDir
+from stages.weights.delta_entry import DeltaEntry
 from stages.weights.errors import RecordError
+from stages.weights.fields import Fields
 from stages.weights.instances import read_statuses
 
 _RECORD_NAME = re.compile(r"^v(\d{6,})\.json$")
@@ -45,7 +47,8 @@ class Collected:
 def collect(context: StageContext, *, batches_before: int | None = None) -> Collected:
     """Delete old weight versions, trained batches and refresh records of a run, within the limits of its configuration.
 
-    Kept whatever their age: versions that an instance leases, that LATEST.json names, that a request waits for; batches
+    Kept whatever their age: versions that an instance leases, that LATEST.json names, that a request waits for, and those that
+    the kept ones are deltas of; batches
     without a receipt, or from step `batches_before` on (a checkpoint may want to train them again). ACK files are never
     deleted: they are small, and the proof of what was served when. Raises FencedError.
     """
@@ -112,9 +115,10 @@ def _collect_versions(context: StageContext, trash: _Trash, keep: int) -> tuple[
     published = sorted(run.published_versions())
     newest = [version for version in published if version <= latest["version"]][-keep:]
     needed = {*newest, latest["version"], *_requested(run, published)}
-    old = [version for version in published if version not in needed]
     removed: list[int] = []
     try:
+        needed = _with_bases(run, needed) if needed < set(published) else needed
+        old = [version for version in published if version not in needed]
         leased = _leased(context) if old else set()
         for version in (version for version in old if version not in leased):
             if trash.remove(run.weights_version(version), partial(_is_leased, context, version)):
@@ -128,7 +132,26 @@ def _leased(context: StageContext) -> set[int]:
     """Raises RecordError, DamagedRecordError for a registration of an instance of the plan that cannot be read."""
     names = [placement.name for placement in context.plan.rollout.instances]
     statuses = read_statuses(context.run, names)
-    return {version for status in statuses.values() for version in (*status.leases, status.version)}
+    leased = {version for status in statuses.values() for version in (*status.leases, status.version)}
+    return _with_bases(context.run, leased)
+
+
+def _with_bases(run: RunDir, versions: Iterable[int]) -> set[int]:
+    """And the versions that these are published as deltas of, and so on. Raises RecordError, DamagedRecordError.
+
+    The base of one that does not exist (any more) is not known, and of no use.
+    """
+    found, left = set(versions), list(versions)
+    while left:
+        version = left.pop()
+        record = run.manifest(run.weights_version(version)) if version >= 0 else None
+        if record is None or "delta" not in record:
+            continue
+        base = DeltaEntry.from_record(Fields(record, f"manifest of version {version}").mapping("delta"), "delta").base
+        if base.version not in found:
+            found.add(base.version)
+            left.append(base.version)
+    return found
 
 
 def _is_leased(context: StageContext, version: int) -> bool:
