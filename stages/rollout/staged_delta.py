@@ -65,5 +65,5 @@ def _steps(run: RunDir, manifest: Manifest, found: str) -> list[Manifest]:
             steps = [torn, *chain_to(run, manifest, torn.state)]
     except WeightsError:
         return []  # reading the version from its files says what is wrong, if that matters
-    is_way = all(step.delta is not None for step in steps) and steps[0].delta and steps[0].delta.base == held
-    return steps if is_way else []
+    bases = [None if step.delta is None else step.delta.base for step in steps]
+    return steps if bases[:1] == [held] and None not in bases else []

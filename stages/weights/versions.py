@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -65,16 +65,18 @@ def read_version(
     threads: int = 0,
     into: Mapping[str, torch.Tensor] | None = None,
     arrived: Callable[[str, int, int], None] | None = None,
+    chain: Sequence[Manifest] = (),
 ) -> dict[str, torch.Tensor]:
     """As `stages.weights.reader.read_verified`, for any version; `arrived` is called only for one that is published in full.
 
     Of a delta, what its payloads do not change is read from its bases, and compared with this version's digests like the rest.
+    `chain` is that of `chain_to`, by who has it already.
     Raises further BrokenChainError, ChangeError, SignatureMismatchError when a base has other shapes.
     """
     if manifest.delta is None:
         return read_verified(run, manifest, names, threads=threads, into=into, arrived=arrived)
     wanted = list(manifest.tensors if names is None else names)
-    chain = chain_to(run, manifest)
+    chain = chain or chain_to(run, manifest)
     for base, link in pairwise(chain):
         _check_same_shapes(base, link, wanted)
     if names is None:
@@ -98,7 +100,9 @@ def apply_changes(
     parts = {} if manifest.delta is None else manifest.delta.parts
     changes = [(name, change) for name, found in parts.items() if name in tensors for change in found]
     files = {change.file: manifest.files[change.file] for _, change in changes}
-    boxes = {(name, part.start): part.box for name in parts for part in manifest.tensors[name].parts}
+    boxes = {
+        (name, part.start): part.box for name in {name for name, _ in changes} for part in manifest.tensors[name].parts
+    }
 
     with checked_files(run, manifest, files) as fds:
 
@@ -139,9 +143,13 @@ def faults(run: RunDir, manifest: Manifest) -> list[WeightsError]:
                 pass
         except (SizeMismatchError, DigestMismatchError) as problem:
             found.append(problem)
+    try:
+        chain = chain_to(run, manifest)
+    except WeightsError as problem:
+        return [*found, problem]
     for name in manifest.tensors:
         try:
-            read_version(run, manifest, [name])
+            read_version(run, manifest, [name], chain=chain)
         except WeightsError as problem:
             found.append(problem)
     return list({str(problem): problem for problem in found}.values())
