@@ -2,6 +2,7 @@
 
     python -m benchmarks.weights_delta                            # a synthetic tensor of 100 million bf16 weights
     python -m benchmarks.weights_delta --model FOLDER --json      # a HF model, with policy gradients of its own samples
+    python -m benchmarks.weights_delta --through /lustre/me       # whole versions and deltas through a folder, by the product
 
 Weights have float32 masters and are published in bfloat16, as the trainer does; AdamW steps at a constant rate. The synthetic
 tensor has normal weights and normal gradients, which is pure noise: successive steps cancel, and few weights move. The model
@@ -9,6 +10,10 @@ samples the next token at every place of random texts, each with an advantage of
 step to step. One line for each step: share of changed elements, size beside the full version, times on `--threads` threads.
 Digests of base and new version are taken as known when a delta is made (publishing makes them anyway), the digest of the base
 when it is applied in place; the result is always verified. `copy_s` copies the full version in memory.
+
+With `--through`, the trainer's publisher and a node's staging carry every step through a folder, with weights.delta=off (`full_...`) and
+sparse (`delta_...`) in turn: `publish_s` from the beginning of a publication to its commit, `prepare_s` to have it verified in the node's
+memory, `snapshot_s` how long training is blocked.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.weights_delta_exchange import WAYS, through
 from stages.weights.delta import Bytes, encode, overwrite
 from stages.weights.manifest import xxh3_128
 from stages.weights.tensors import bytes_of
@@ -39,6 +45,10 @@ def main() -> int:
         masters, gradients = synthetic(int(options.elements))
     else:
         masters, gradients = of_model(options.model)
+    if options.through is not None:
+        for line in through(options.through, versions(masters, gradients, options), options.threads):
+            print(json.dumps(line) if options.json else describe_exchange(line), flush=True)
+        return 0
     for line in measure(masters, gradients, options):
         print(json.dumps(line) if options.json else describe(line), flush=True)
     return 0
@@ -55,6 +65,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-6, help="(default %(default)g)")
     parser.add_argument("--steps", type=int, default=5, help="(default %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="(default %(default)s)")
+    parser.add_argument("--through", type=Path, metavar="FOLDER", help="publish and stage, through this folder")
     parser.add_argument("--json", action="store_true", help="one object for each step")
     return parser.parse_args()
 
@@ -103,6 +114,18 @@ def measure(masters: Tensors, gradients: Callable[[], None], options: argparse.N
             before = after
 
 
+def versions(
+    masters: Tensors, gradients: Callable[[], None], options: argparse.Namespace
+) -> Iterator[list[torch.Tensor]]:
+    """bfloat16, of the start and after each step."""
+    optimizer = torch.optim.AdamW(masters, lr=options.learning_rate, weight_decay=0.0)
+    yield [master.detach().bfloat16() for master in masters]
+    for _ in range(options.steps):
+        gradients()
+        optimizer.step()
+        yield [master.detach().bfloat16() for master in masters]
+
+
 def published(masters: Tensors) -> list[Bytes]:
     return [bytes_of(master.detach().bfloat16().contiguous()) for master in masters]
 
@@ -142,6 +165,15 @@ def describe(line: dict[str, Any]) -> str:
         f"{line['full_bytes']:,}, {line['ratio']:.1f} times fewer, {line['bits_per_change']:.1f} bits a change; encode "
         f"{line['encode_s']:.3f} s, apply {line['apply_s']:.3f} s, plain copy {line['copy_s']:.3f} s"
     )
+
+
+def describe_exchange(line: dict[str, Any]) -> str:
+    words = (
+        f"{way}: {line[f'{way}_bytes']:,} bytes, publish {line[f'{way}_publish_s']:.3f} s ({line[f'{way}_snapshot_s']:.3f} s "
+        f"blocked), prepare {line[f'{way}_prepare_s']:.3f} s"
+        for way in WAYS
+    )
+    return "; ".join(words)
 
 
 if __name__ == "__main__":

@@ -224,6 +224,12 @@ class WeightsConfig:
 
     dtype: str = option("bfloat16", effect="Number format of published weights", choices=("float32", "bfloat16"))
     max_file_bytes: float = option(4e9, effect="Largest safetensors file of one version", unit="bytes", minimum=1e4)
+    delta: str = option(
+        "off",
+        effect="sparse publishes changed elements against the version before where that is at most half the bytes, for slow "
+        "filesystems; host memory for a second copy of the weights, not with rollout_weight_reload_method=restart",
+        choices=("off", "sparse"),
+    )
     keep_versions: int = option(2, effect="Newest versions that are never collected", unit="versions", minimum=2)
     keep_records: int = option(
         1000,

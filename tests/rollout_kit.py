@@ -109,20 +109,28 @@ def make_run(root: Path, config: LibraConfig, instances: tuple[str, ...] = ("rol
     return replace(run, writer="trainer")
 
 
+def published_tensors(model: LlamaForCausalLM) -> list[LocalTensor]:
+    tensors = dict(model.named_parameters())
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    return [LocalTensor.whole(name, tensor.detach()) for name, tensor in tensors.items()]
+
+
+def probe_of(model: LlamaForCausalLM) -> Probe:
+    return Probe(PROBE_IDS, tuple(logprobs_of(model, list(PROBE_IDS))))
+
+
 def publish_model(
     run: RunDir, version: int, model: LlamaForCausalLM, source: Path, probe: Probe | None = None
 ) -> Manifest:
     """`probe` other than what the model says makes a version that no engine can prove."""
-    tensors = dict(model.named_parameters())
-    if model.config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
     options = cpu_config(source).weights
     return publish(
         run,
         version=version,
         step=version,
-        tensors=[LocalTensor.whole(name, tensor.detach()) for name, tensor in tensors.items()],
-        probe=probe or Probe(PROBE_IDS, tuple(logprobs_of(model, list(PROBE_IDS)))),
+        tensors=published_tensors(model),
+        probe=probe or probe_of(model),
         source_folder=source,
         options=options,
     )

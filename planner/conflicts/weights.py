@@ -23,6 +23,14 @@ def two_engines_differ(config: LibraConfig) -> Iterator[str]:
         )
 
 
+def new_processes_read_whole_files(config: LibraConfig) -> Iterator[str]:
+    if config.weights.delta != "off" and config.rollout_weight_reload_method == "restart":
+        yield (
+            f"weights.delta={config.weights.delta} does not go with rollout_weight_reload_method=restart: a new server reads whole"
+            " files, and deltas have none; set weights.delta=off, or rollout_weight_reload_method=inplace"
+        )
+
+
 def refresh_ends_before_its_step(config: LibraConfig) -> Iterator[str]:
     refresh_s, step_s = longest_refresh_s(config), config.algorithm.step_timeout_s
     if refresh_s > step_s:
@@ -41,4 +49,4 @@ def longest_refresh_s(config: LibraConfig) -> float:
     return config.weights.refresh_timeout_s + (start_s if restarts else 0.0)
 
 
-RULES = (probe_fits, two_engines_differ, refresh_ends_before_its_step)
+RULES = (probe_fits, two_engines_differ, new_processes_read_whole_files, refresh_ends_before_its_step)

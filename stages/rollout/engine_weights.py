@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from stages.rollout.checksums import as_words, column_factors, device_sums, word
 from stages.rollout.copy_plan import Copy, PlanError, record
 from stages.rollout.signature import model_signature
 from stages.rollout.source_sums import SourceSums
+from stages.rollout.staged_delta import name_of, patch
 from stages.rollout.staging import SegmentLayout, Staging
 from stages.rundir import RunDir
 from stages.weights.errors import SignatureMismatchError
 from stages.weights.manifest import Manifest, xxh3_128
-from stages.weights.reader import read_verified
 from stages.weights.tensors import TORCH_DTYPES
+from stages.weights.versions import read_version
 
 _ALL_COLUMNS = 128
 _SOME_COLUMNS = 16
@@ -125,7 +127,7 @@ class EngineWeights:
     # ---- while generating ----------------------------------------------------------------------------------------
 
     def stage(self, run: RunDir, manifest: Manifest, *, deadline_s: float, check: Callable[[], None]) -> StagedVersion:
-        """Bring a version into host memory, from its files or because another worker of the node did; it is held there.
+        """Bring a version into host memory, from its files, in place by a delta, or because another worker of the node did; it is held there.
 
         Raises WeightsError for damaged or unfit files, WaitTimeoutError, and whatever `check` raises to give up.
         """
@@ -134,12 +136,19 @@ class EngineWeights:
 
         def fill() -> None:
             sums.restart()  # another process may have replaced what was read before it was held
-            read_verified(run, manifest, into=self.staging.tensors, arrived=sums.add)
+            read_version(run, manifest, into=self.staging.tensors, arrived=sums.add)
 
-        content = f"version {manifest.version} {manifest.digest}"
-        read_here = self.staging.hold(content, fill, deadline_s=deadline_s, check=check)
+        read_here = self.staging.hold(
+            name_of(manifest.state),
+            fill,
+            deadline_s=deadline_s,
+            check=check,
+            patch=partial(patch, run, manifest, self.staging.tensors),
+        )
         targets = [] if self._packed else self._targets()
-        return StagedVersion(manifest, read_here, sums.complete(was_added=read_here), targets)
+        return StagedVersion(
+            manifest, read_here, sums.complete(was_added=read_here and manifest.delta is None), targets
+        )
 
     def _check_fit(self, manifest: Manifest) -> None:
         """A tensor that is not in the version would leave the one before in memory."""

@@ -26,7 +26,7 @@ from stages.rollout.settings import ServerSettings
 from stages.rollout.signature import model_signature
 from stages.rollout.versions import VersionTimeline
 from stages.rundir import OutsideRunError, RunDir
-from stages.weights.errors import WeightsError
+from stages.weights.errors import NotInFullError, WeightsError
 from stages.weights.manifest import Manifest, check_signature, model_config_digest
 from stages.weights.proof import allowed_difference_nats
 from stages.weights.reader import load_manifest, verify
@@ -113,6 +113,8 @@ class Reloads:
             started_s = time.monotonic()
             with self._recorder.span("prepare_weights", version=order.version):
                 manifest = await asyncio.to_thread(self._fitting_manifest, order)
+                if order.method == "restart":
+                    _check_whole(manifest)
                 self._seed_prefix_cache(manifest)
                 if order.method == "restart":
                     await asyncio.to_thread(_verified, self._run, manifest)
@@ -342,6 +344,12 @@ def _check_arrival(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         if report["fault"]:
             raise ProofFailedError(report["fault"], tensor=report["tensor"])
+
+
+def _check_whole(manifest: Manifest) -> None:
+    """A new process reads the folder itself."""
+    if manifest.delta is not None:
+        raise UnfitWeightsError(str(NotInFullError(manifest.version, manifest.delta.base.version)))
 
 
 def _verified(run: RunDir, manifest: Manifest) -> None:

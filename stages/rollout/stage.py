@@ -15,7 +15,10 @@ from stages.rollout.errors import RolloutOptionError, UnprovedWeightsError
 from stages.rollout.follow import follow_requests
 from stages.rollout.orders import Order
 from stages.rollout.registration import Registration
+from stages.weights.delta_chain import State
 from stages.weights.instances import InstanceStatus
+from stages.weights.reader import load_manifest
+from stages.weights.versions import chain_to
 
 
 def run(context: StageContext) -> dict[str, Any]:
@@ -34,10 +37,15 @@ def run_alone(context: StageContext) -> NoReturn:
         print(f"{context.run.root} has published no weights: serving model_path as it is", flush=True)
         _serve(context, StartPoint(_model_folder(context), 0, serve_unproved=True), None)
     version, digest = int(latest["version"]), str(latest["digest"])
-    _serve(context, StartPoint(context.run.weights_version(version), version), digest)
+    manifest = load_manifest(context.run, version, digest)
+    whole = chain_to(context.run, manifest)[
+        0
+    ]  # a server starts from whole files; what changed since goes into it in place
+    start = StartPoint(context.run.weights_version(whole.version), whole.version)
+    _serve(context, start, manifest.state)
 
 
-def _serve(context: StageContext, start: StartPoint, digest_to_prove: str | None) -> NoReturn:
+def _serve(context: StageContext, start: StartPoint, wanted: State | None) -> NoReturn:
     placement = _placement(context)
     status = InstanceStatus(
         instance=context.name,
@@ -51,16 +59,16 @@ def _serve(context: StageContext, start: StartPoint, digest_to_prove: str | None
         server_pid=0,
         device=context.config.hardware.device,
         tp=placement.tp,
-        leases=() if digest_to_prove is None else (start.version,),
+        leases=() if wanted is None else (wanted.version,),
         incarnation=incarnation(),
     )
     with Registration(context.run, status, context.config.rollout.heartbeat_interval_s) as registration:
         keeper = ServerKeeper(context, placement, registration)
         try:
             keeper.start(start)
-            if digest_to_prove is not None:
-                _prove(context, keeper, start.version, digest_to_prove)
-                registration.update(version=start.version, manifest_digest=digest_to_prove)
+            if wanted is not None:
+                _bring_to(context, keeper, start.version, wanted)
+                registration.update(version=wanted.version, manifest_digest=wanted.digest)
             registration.update(state="ready")
             print(f"{context.name} is ready at {keeper.server.base_url}", flush=True)
             follow_requests(context, keeper, registration)
@@ -71,14 +79,18 @@ def _serve(context: StageContext, start: StartPoint, digest_to_prove: str | None
                 keeper.close()
 
 
-def _prove(context: StageContext, keeper: ServerKeeper, version: int, digest: str) -> None:
+def _bring_to(context: StageContext, keeper: ServerKeeper, started: int, wanted: State) -> None:
+    """Let a server that was started from version `started` prove `wanted`, after loading it where it is another one."""
+    version, what = wanted.version, ("prove",) if wanted.version == started else ("prepare", "commit")
     path = str(context.run.weights_version(version).relative_to(context.run.root))
     deadline_s = context.config.weights.refresh_timeout_s
-    order = Order(context.run.run_id, context.run.attempt, version, path, digest, "restart", deadline_s)
+    method = "restart" if wanted.version == started else "inplace"
+    order = Order(context.run.run_id, context.run.attempt, version, path, wanted.digest, method, deadline_s)
     with context.recorder.span("prove_weights", version=version):
-        answer = keeper.order(order, "prove")
-    if not answer.is_ok:
-        raise UnprovedWeightsError(f"version {version} could not be proved: {answer.body.get('error', answer)}")
+        for each in what:
+            answer = keeper.order(order, each)
+            if not answer.is_ok:
+                raise UnprovedWeightsError(f"version {version} could not be proved: {answer.body.get('error', answer)}")
 
 
 def _placement(context: StageContext) -> InstancePlacement:

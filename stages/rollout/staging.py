@@ -2,7 +2,8 @@
 
 Two files in /dev/shm: the bytes, used for one version after the other, and a lock whose content says which version
 they are. Whoever finds another version there than it wants takes the lock for itself, removes the name, reads, and writes
-the name last, so that a reader that dies leaves bytes without a name. Whoever needs the bytes shares the lock
+the name last, so that a reader that dies leaves bytes without a name. Who can make its version of what is there does so in
+place, and writes first what is on its way to what (`stages.rollout.staged_delta`). Whoever needs the bytes shares the lock
 until they are in its engine; the kernel releases the lock of a process that dies.
 """
 
@@ -16,7 +17,9 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -30,6 +33,9 @@ from stages.weights.tensors import TORCH_DTYPES
 _ALIGNMENT_BYTES = 256
 _LOCK_POLL_S = 0.005
 _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable
+
+Patch = Callable[[str, Callable[[str], None]], bool]
+"""Called with the name of what is in the memory and a function that writes another one; False when it changed nothing."""
 
 
 class NoSharedMemoryError(RolloutError):
@@ -71,7 +77,7 @@ class Staging:
 
     def __init__(self, run_id: str, layout: SegmentLayout, *, for_cuda: bool) -> None:
         self._segment: _Segment | None = None
-        self._content = ""
+        self._private_name = ""
         self.why_private = ""
         try:
             self._segment = _Segment(run_id, layout)
@@ -83,20 +89,32 @@ class Staging:
             self.memory = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=for_cuda)
         self.tensors = layout.views(self.memory)
 
-    def hold(self, content: str, fill: Callable[[], None], *, deadline_s: float, check: Callable[[], None]) -> bool:
+    def hold(
+        self,
+        content: str,
+        fill: Callable[[], None],
+        *,
+        deadline_s: float,
+        check: Callable[[], None],
+        patch: Patch | None = None,
+    ) -> bool:
         """Return when the memory holds `content`, filled by this process (True) or another; it stays so until `release`.
 
-        `fill` reads and verifies, and raises to leave the memory without content; `check` runs while waiting and raises
-        to give up. Raises WaitTimeoutError when another process keeps an older version for longer than `deadline_s`.
+        `patch` may make the content of what is there. Else `fill` reads it. Both verify, and raise to leave the memory without
+        content. `check` runs while waiting and raises to give up. Raises WaitTimeoutError when another process keeps an older version for longer than `deadline_s`.
         """
         if self._segment is not None:
-            return self._segment.hold(content, fill, deadline_s=deadline_s, check=check)
-        is_new = self._content != content
+            return self._segment.hold(content, partial(_fill, self._segment, content, fill, patch), deadline_s, check)
+        is_new = self.name() != content
         if is_new:
-            self._content = ""
-            fill()
-            self._content = content
+            _fill(self, content, fill, patch)
         return is_new
+
+    def name(self) -> str:
+        return self._private_name
+
+    def write_name(self, name: str) -> None:
+        self._private_name = name
 
     def release(self) -> None:
         """Let other processes replace the content. Harmless when nothing is held."""
@@ -142,16 +160,20 @@ class _Segment:
                 f"available {stats.f_bavail * stats.f_frsize:,}"
             ) from problem
 
-    def hold(self, content: str, fill: Callable[[], None], *, deadline_s: float, check: Callable[[], None]) -> bool:
+    def hold(self, content: str, fill: Callable[[], None], deadline_s: float, check: Callable[[], None]) -> bool:
         started_s, was_filled = time.monotonic(), False
         while True:
             if self._try(fcntl.LOCK_SH):
-                if self._content() == content:
+                if self.name() == content:
                     return was_filled
                 self.release()  # two sharers that both wait for the other's end would wait for ever
             if self._try(fcntl.LOCK_EX):
-                if self._content() != content:
-                    self._fill(content, fill)
+                if self.name() != content:
+                    try:
+                        fill()
+                    except BaseException:
+                        self.release()
+                        raise
                     was_filled = True
                 continue  # turning this lock into a shared one lets others in between: look again
             check()
@@ -160,20 +182,16 @@ class _Segment:
                 raise WaitTimeoutError("the node's staged weights", "an instance that holds another version", waited_s)
             time.sleep(_LOCK_POLL_S)
 
-    def _fill(self, content: str, fill: Callable[[], None]) -> None:
-        os.ftruncate(self._lock, 0)
-        try:
-            fill()
-            os.pwrite(self._lock, content.encode(), 0)
-        except BaseException:
-            self.release()
-            raise
-
     def release(self) -> None:
         fcntl.flock(self._lock, fcntl.LOCK_UN)
 
-    def _content(self) -> str:
+    def name(self) -> str:
         return os.pread(self._lock, 256, 0).decode()
+
+    def write_name(self, name: str) -> None:
+        """Who is killed in between leaves none."""
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, name.encode(), 0)
 
     def _try(self, kind: int) -> bool:
         try:
@@ -181,6 +199,25 @@ class _Segment:
         except BlockingIOError:
             return False
         return True
+
+
+class _Named(Protocol):
+    """What has a name for its bytes; the caller alone may change both."""
+
+    def name(self) -> str: ...
+
+    def write_name(self, name: str) -> None: ...
+
+
+def _fill(memory: _Named, content: str, fill: Callable[[], None], patch: Patch | None) -> None:
+    try:
+        if patch is None or not patch(memory.name(), memory.write_name):
+            memory.write_name("")
+            fill()
+    except BaseException:
+        memory.write_name("")
+        raise
+    memory.write_name(content)
 
 
 def _open(path: Path) -> int:

@@ -87,7 +87,8 @@ class Refresher:
     def begin(self, version: int, tensors: Iterable[LocalTensor], probe: Probe) -> None:
         """Returns as soon as `tensors` may change; the rest goes on in a thread. Raises PublishError on all ranks."""
         self.finish()
-        self._current = _Serving(self, self.publisher.begin(version, version, tensors, probe))
+        is_last = version == self.context.config.total_steps
+        self._current = _Serving(self, self.publisher.begin(version, version, tensors, probe, in_full=is_last))
         self._current.start()
 
     def wait(self) -> None:

@@ -3,6 +3,7 @@
     python -m stages.weights inspect RUN            what is published, who serves what, the last refreshes
     python -m stages.weights verify RUN [VERSION]   read every byte of a version (default: the newest) and compare digests
     python -m stages.weights diff RUN V1 V2         which tensors differ, and by how much
+    python -m stages.weights export RUN V FOLDER    write a version, in full or not, as a HF folder
     python -m stages.weights push RUN HF_FOLDER     publish a HF folder as the next version, when no trainer of the run lives
 
 Exit code 0: sound (diff: also when the versions differ); 1: damaged or missing; 2: RUN is no whole run directory, or a push
@@ -26,10 +27,12 @@ from stages.files import DamagedRecordError
 from stages.rundir import FencedError, RunDir, RunDirectoryError
 from stages.weights.difference import describe_difference
 from stages.weights.errors import WeightsError
+from stages.weights.export import export
 from stages.weights.hf_tensors import HfFolderError
 from stages.weights.push import WRITER, PushRefusedError, push
-from stages.weights.reader import faults, load_manifest
+from stages.weights.reader import load_manifest
 from stages.weights.report import inspect_lines, newest_version
+from stages.weights.versions import faults
 
 
 class NotNowError(PushRefusedError):
@@ -38,7 +41,7 @@ class NotNowError(PushRefusedError):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    commands = {"inspect": _inspect, "verify": _verify, "diff": _diff, "push": _push}
+    commands = {"inspect": _inspect, "verify": _verify, "diff": _diff, "export": _export, "push": _push}
     try:
         return commands[options.command](_open(options.run), options)
     except (NotARunError, RunDirectoryError, PushRefusedError, HfFolderError) as problem:
@@ -57,14 +60,17 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="what is published, and who serves what")
     verify = commands.add_parser("verify", help="compare every byte of a version with its manifest")
     diff = commands.add_parser("diff", help="compare two versions tensor by tensor")
+    export = commands.add_parser("export", help="write a version as a HF folder of its own")
     push = commands.add_parser("push", help="publish a HF folder as the next version")
-    for command in (inspect, verify, diff, push):
+    for command in (inspect, verify, diff, export, push):
         command.add_argument("run", type=Path, metavar="RUN", help="run directory")
     verify.add_argument(
         "version", type=_version, nargs="?", metavar="VERSION", help="12 or v000012; default: the newest"
     )
     diff.add_argument("first", type=_version, metavar="V1")
     diff.add_argument("second", type=_version, metavar="V2")
+    export.add_argument("version", type=_version, metavar="VERSION", help="12 or v000012")
+    export.add_argument("folder", type=Path, metavar="FOLDER", help="does not exist yet")
     push.add_argument("folder", type=Path, metavar="HF_FOLDER", help="a model of the run's architecture, safetensors")
     push.add_argument(
         "--no-trainer",
@@ -112,15 +118,27 @@ def _verify(run: RunDir, options: argparse.Namespace) -> int:
     for fault in found:
         print(fault)
     elapsed_s = time.monotonic() - started_s
+    base = "" if manifest.delta is None else f" (and of version {manifest.delta.base.version}, its base)"
     print(
         f"version {version}: {len(manifest.tensors)} tensors in {len(manifest.files)} files, {manifest.total_bytes:,} "
-        f"bytes read in {elapsed_s:.2f} s: {f'{len(found)} faults' if found else 'all digests match'}"
+        f"bytes{base} read in {elapsed_s:.2f} s: {f'{len(found)} faults' if found else 'all digests match'}"
     )
     return 1 if found else 0
 
 
 def _diff(run: RunDir, options: argparse.Namespace) -> int:
     print("\n".join(describe_difference(run, options.first, options.second)))
+    return 0
+
+
+def _export(run: RunDir, options: argparse.Namespace) -> int:
+    manifest = load_manifest(run, options.version)
+    started_s = time.monotonic()
+    export(run, manifest, options.folder)
+    print(
+        f"version {manifest.version} is in {options.folder}: {manifest.weight_bytes:,} bytes of weights, every digest compared, "
+        f"in {time.monotonic() - started_s:.2f} s"
+    )
     return 0
 
 

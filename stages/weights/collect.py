@@ -20,7 +20,9 @@ from stages.context import StageContext
 from stages.files import DamagedRecordError, is_own_temporary, list_names, remove_tree
 from stages.rundir import FencedError, RunDir
 from stages.weights import spares
+from stages.weights.delta_entry import DeltaEntry
 from stages.weights.errors import RecordError
+from stages.weights.fields import Fields
 from stages.weights.instances import read_statuses
 
 _RECORD_NAME = re.compile(r"^v(\d{6,})\.json$")
@@ -48,9 +50,9 @@ def collect(context: StageContext, *, batches_before: int | None = None) -> Coll
 
     The files of one version may stay without its name, to be written over by the next (`stages.weights.spares`).
 
-    Kept whatever their age: versions that an instance leases, that LATEST.json names, that a request waits for; batches
-    without a receipt, or from step `batches_before` on (a checkpoint may want to train them again). ACK files are never
-    deleted: they are small, and the proof of what was served when. Raises FencedError.
+    Kept whatever their age: versions that an instance leases, that LATEST.json names, that a request waits for, and those that
+    the kept ones are deltas of; batches without a receipt, or from step `batches_before` on (a checkpoint may want to train
+    them again). ACK files are never deleted: they are small, and the proof of what was served when. Raises FencedError.
     """
     run, options = context.run, context.config.weights
     trash = _Trash(run)
@@ -115,14 +117,15 @@ def _collect_versions(context: StageContext, trash: _Trash, keep: int) -> tuple[
     published = sorted(run.published_versions())
     newest = [version for version in published if version <= latest["version"]][-keep:]
     needed = {*newest, latest["version"], *_requested(run, published)}
-    old = [version for version in published if version not in needed]
     removed: list[int] = []
+    # Most versions of changes are small, and rarely written in full.
+    keeps = partial(spares.keep, run) if context.config.weights.delta == "off" else None
     try:
+        needed = _with_bases(run, needed) if needed < set(published) else needed
+        old = [version for version in published if version not in needed]
         leased = _leased(context) if old else set()
         for version in (version for version in old if version not in leased):
-            if trash.remove(
-                run.weights_version(version), partial(_is_leased, context, version), partial(spares.keep, run)
-            ):
+            if trash.remove(run.weights_version(version), partial(_is_leased, context, version), keeps):
                 removed.append(version)
     except (RecordError, DamagedRecordError) as damage:
         trash.left_alone.append(f"weights: versions may be in use, none more is collected: {damage}")
@@ -133,7 +136,26 @@ def _leased(context: StageContext) -> set[int]:
     """Raises RecordError, DamagedRecordError for a registration of an instance of the plan that cannot be read."""
     names = [placement.name for placement in context.plan.rollout.instances]
     statuses = read_statuses(context.run, names)
-    return {version for status in statuses.values() for version in (*status.leases, status.version)}
+    leased = {version for status in statuses.values() for version in (*status.leases, status.version)}
+    return _with_bases(context.run, leased)
+
+
+def _with_bases(run: RunDir, versions: Iterable[int]) -> set[int]:
+    """And the versions that these are published as deltas of, and so on. Raises RecordError, DamagedRecordError.
+
+    The base of one that does not exist (any more) is not known, and of no use.
+    """
+    found, left = set(versions), list(versions)
+    while left:
+        version = left.pop()
+        record = run.manifest(run.weights_version(version)) if version >= 0 else None
+        if record is None or "delta" not in record:
+            continue
+        base = DeltaEntry.from_record(Fields(record, f"manifest of version {version}").mapping("delta"), "delta").base
+        if base.version not in found:
+            found.add(base.version)
+            left.append(base.version)
+    return found
 
 
 def _is_leased(context: StageContext, version: int) -> bool:
@@ -186,7 +208,7 @@ class _Trash:
         self,
         folder: Path,
         is_needed: Callable[[], bool] | None = None,
-        keep: Callable[[Path], bool] = lambda trash: False,
+        keep: Callable[[Path], bool] | None = None,
     ) -> bool:
         """False when it stays. `is_needed` is asked once the folder has lost its name: whoever took a lease before that is seen,
         and whoever comes later does not find the folder. What `keep` takes for another use is not deleted.
@@ -226,10 +248,10 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _try_to_delete(path: Path, keep: Callable[[Path], bool] = lambda path: False) -> OSError | None:
+def _try_to_delete(path: Path, keep: Callable[[Path], bool] | None = None) -> OSError | None:
     """Delete a file or a folder, unless `keep` takes it; what stood in the way when it stays (something in it is open, or not ours)."""
     try:
-        if keep(path):
+        if keep is not None and keep(path):
             return None
         if _is_folder(path):
             remove_tree(path)

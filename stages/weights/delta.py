@@ -23,20 +23,8 @@ Kind 1: for each stream one byte (1: zlib, 0: as it is) and a u32 length, then t
 zlib is in Python itself, and at level 1 it stays within about a bit a change of the entropy of these streams (docs/benchmarks.md); a
 stream of random mantissas is recognised by its beginning and left as it is.
 
-How it is meant to be wired (rules in `stages.weights.delta_chain`):
-
-- The publisher keeps the snapshot of the version before (a second host buffer) and encodes each slice that a rank owns against
-  it, in the threads that hash and write. The base's digest of a slice is the one in the base's manifest, so the layout of ranks must
-  be the same; otherwise, and in the first version of an attempt, the version is full.
-- All ranks' payload sizes are summed; `delta_chain.is_worth_it` decides for the whole version. When it is sparse, files hold payloads
-  in place of tensors, and the manifest names version and digest of the base, and for each part `Delta.to_record()` with file and
-  offset. Digests of parts are those that the full version would have: what an instance verifies and proves does not change.
-- An instance's staging holds the whole version with the digest that it has. When that is the base, it overwrites in place: write a
-  tag "base, on its way to result", apply, check the result's digests, write the tag "result". Who finds the first tag after a crash
-  completes it with `overwrite(..., torn=True)` and that very delta, because every position that can differ is overwritten. Anything
-  else reads along `delta_chain.route`.
-- The collection keeps the bases of the versions that it keeps. Every `delta_chain.MOST_LINKS`-th version, and the last of a run,
-  is full, so that people find complete HF folders.
+Who makes them: `stages.weights.encoder`, beside `stages.weights.publication`. Who reads them: `stages.weights.versions`, and in place
+`stages.rollout.staged_delta`. Rules: `stages.weights.delta_chain`. Record: `stages.weights.delta_entry`.
 """
 
 from __future__ import annotations
@@ -52,10 +40,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from stages.weights.errors import WeightsError
 from stages.weights.fields import Fields
-from stages.weights.manifest import xxh3_128
+
+xxh3_128: Callable[[Any], str] = xxhash.xxh3_128_hexdigest
 
 BLOCK_ELEMENTS = 1 << 20
 _SPARSE, _FULL = 1, 2

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from stages.rundir import RunDir
+from stages.weights.layout import INDEX_FILE
 from stages.weights.manifest import Manifest, TensorEntry
-from stages.weights.reader import load_manifest, read_verified
+from stages.weights.reader import load_manifest
 from stages.weights.table import table
+from stages.weights.versions import chain_to, read_version
 
+_Sides = list[tuple[Manifest, list[Manifest]]]
+"""Two versions, each with the chain that it is read along."""
 _PIECE = 1 << 24
 """Elements that are compared at a time, as float64."""
 
@@ -34,7 +38,8 @@ def describe_difference(run: RunDir, first: int, second: int) -> list[str]:
     """Tensors and small files whose bytes differ between two versions; raises what the reader raises."""
     one, two = load_manifest(run, first), load_manifest(run, second)
     names = sorted(one.tensors.keys() | two.tensors.keys())
-    changes = [change for name in names if (change := _change(run, one, two, name))]
+    sides = [(one, chain_to(run, one)), (two, chain_to(run, two))]
+    changes = [change for name in names if (change := _change(run, sides, name))]
     titles = ("tensor", "elements", "changed", "max abs difference")
     lines = table(titles, [change.row() for change in changes]) if changes else []
     lines += _small_files(one, two)
@@ -45,8 +50,9 @@ def describe_difference(run: RunDir, first: int, second: int) -> list[str]:
     return lines
 
 
-def _change(run: RunDir, one: Manifest, two: Manifest, name: str) -> _Change | None:
+def _change(run: RunDir, sides: _Sides, name: str) -> _Change | None:
     """None when the tensors are equal, also when other ranks wrote them."""
+    (one, _), (two, _) = sides
     if name not in one.tensors or name not in two.tensors:
         return _Change(name, f"only in version {one.version if name in one.tensors else two.version}")
     first, second = one.tensors[name], two.tensors[name]
@@ -54,7 +60,7 @@ def _change(run: RunDir, one: Manifest, two: Manifest, name: str) -> _Change | N
         return _Change(name, f"{_kind(first)} became {_kind(second)}")
     if first.xxh3_128 == second.xxh3_128 and [p.box for p in first.parts] == [p.box for p in second.parts]:
         return None
-    before, after = (read_verified(run, manifest, [name], threads=1)[name] for manifest in (one, two))
+    before, after = (read_version(run, manifest, [name], threads=1, chain=chain)[name] for manifest, chain in sides)
     changed, largest = 0, 0.0
     for old, new in zip(before.reshape(-1).split(_PIECE), after.reshape(-1).split(_PIECE), strict=True):
         changed += int((_by_element(old) != _by_element(new)).any(dim=1).sum())
@@ -75,9 +81,17 @@ def _kind(entry: TensorEntry) -> str:
     return f"{entry.dtype}{list(entry.shape)}"
 
 
+def _weight_files(manifest: Manifest) -> set[str]:
+    if manifest.delta is None:
+        return {entry.file for entry in manifest.tensors.values()}
+    return {part.file for parts in manifest.delta.parts.values() for part in parts}
+
+
 def _small_files(one: Manifest, two: Manifest) -> list[str]:
     """Configuration, tokenizer, index: files without tensors."""
-    weights = {entry.file for manifest in (one, two) for entry in manifest.tensors.values()}
+    weights = {name for manifest in (one, two) for name in _weight_files(manifest)}
+    if one.delta is not None or two.delta is not None:
+        weights.add(INDEX_FILE)  # a delta has none
     lines = []
     for name in sorted((one.files.keys() | two.files.keys()) - weights):
         if name not in one.files or name not in two.files:

@@ -56,6 +56,21 @@ class VersionNotPublishedError(WeightsError):
         return f"version {self.args[0]} is not published: {self.args[1]} has no manifest of this run"
 
 
+class NotInFullError(WeightsError):
+    """Whole files are needed, and the version was published as a delta."""
+
+    def __init__(self, version: int, base: int) -> None:
+        super().__init__(version, base)
+        self.version = version
+
+    def __str__(self) -> str:
+        version, base = self.args
+        return (
+            f"version {version} is published as a delta of version {base} (weights.delta=sparse): its folder holds no whole "
+            f"tensors; `python -m stages.weights export RUN {version} FOLDER` makes a HF folder of it"
+        )
+
+
 class ManifestMismatchError(WeightsError):
     """The manifest found is a sound one, but not the one that was asked for."""
 

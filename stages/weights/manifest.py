@@ -4,19 +4,24 @@ A file's own digest covers its first `digest_bytes` bytes: all of a small file, 
 a weight file is covered by the digests of its tensors. So the bytes of a version are hashed exactly once, also when
 several ranks write slices of one tensor: each slice is a part with a digest of its own. xxh3-128 finds damage and
 mix-ups; it is no protection against malice.
+
+A version may be published as a delta of another one (`stages.weights.delta_entry`). Its tensors have the digests that they have in
+full, and the places that they would have; its files hold payloads in their stead.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
 
 from stages.weights.boxes import Box, tiling_problem
+from stages.weights.delta_chain import State
+from stages.weights.delta_entry import DeltaEntry, DeltaPart
 from stages.weights.errors import RecordError, SignatureMismatchError
 from stages.weights.fields import Fields
 
@@ -149,7 +154,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`digest` names the whole version: number, step, every file and tensor, the probe."""
+    """`digest` names the whole version: number, step, every file and tensor, the probe. `delta` is None for one that is complete."""
 
     version: int
     step: int
@@ -158,6 +163,7 @@ class Manifest:
     tensors: dict[str, TensorEntry]
     probe: Probe
     digest: str
+    delta: DeltaEntry | None = None
 
     @classmethod
     def of(
@@ -169,35 +175,45 @@ class Manifest:
         files: Mapping[str, FileEntry],
         tensors: Mapping[str, TensorEntry],
         probe: Probe,
+        delta: DeltaEntry | None = None,
     ) -> Manifest:
         """Complete a manifest with its digest. Raises RecordError when files and tensors do not fit together."""
-        unnamed = cls(version, step, model_config_digest, dict(files), dict(tensors), probe, "")
+        unnamed = cls(version, step, model_config_digest, dict(files), dict(tensors), probe, "", delta)
         _check_cover(unnamed)
         record = unnamed.to_record()
         del record["digest"]
         return replace(unnamed, digest=xxh3_128(canonical(record)))
 
     @property
+    def state(self) -> State:
+        return State(self.version, self.digest)
+
+    @property
     def total_bytes(self) -> int:
+        """Of the files."""
         return sum(entry.bytes for entry in self.files.values())
 
     @property
     def weight_bytes(self) -> int:
+        """Of the tensors in full."""
         return sum(entry.bytes for entry in self.tensors.values())
 
     def to_record(self) -> dict[str, Any]:
         # dataclasses.asdict copies deeply: milliseconds for a small model, seconds for one of many experts.
-        return {
+        record = {
             **vars(self),
             "files": {name: dict(vars(entry)) for name, entry in self.files.items()},
             "tensors": {name: entry.to_record() for name, entry in self.tensors.items()},
             "probe": dict(vars(self.probe)),
         }
+        del record["delta"]
+        return record if self.delta is None else {**record, "delta": self.delta.to_record()}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], what: str = "manifest") -> Manifest:
         """Raises RecordError for anything that a published manifest cannot be, a wrong digest of itself included."""
         fields = Fields(record, what)
+        delta = DeltaEntry.from_record(fields.mapping("delta"), f"{what}, delta") if "delta" in record else None
         version, step = fields.integer("version"), fields.integer("step")
         config_digest, digest = fields.text("model_config_digest"), fields.text("digest")
         files = {
@@ -217,6 +233,7 @@ class Manifest:
             files=files,
             tensors=tensors,
             probe=probe,
+            delta=delta,
         )
         if manifest.digest != digest:
             raise fields.error("digest", f"the record says {digest}, its content gives {manifest.digest}")
@@ -243,19 +260,46 @@ def _object(fields: Fields, name: str, value: Any) -> dict[str, Any]:
 
 
 def _check_cover(manifest: Manifest) -> None:
-    """Every file has a plain name, and header and tensors of a weight file follow each other without gap or overlap."""
+    """Every file has a plain name, and header and contents of a file follow each other without gap or overlap."""
     for name in manifest.files:
         if "/" in name or name.startswith(".") or name in ("", "manifest.json"):
             raise RecordError("manifest", "files", f"{name!r} is not a plain file name")
     end = {name: entry.digest_bytes for name, entry in manifest.files.items()}
-    for name, tensor in sorted(
-        manifest.tensors.items(), key=lambda item: (item[1].file, item[1].offset, item[1].bytes)
-    ):
-        if tensor.file not in end:
-            raise RecordError("manifest", "tensors", f"{name} lies in {tensor.file!r}, which is not among the files")
-        if tensor.offset != end[tensor.file]:
-            raise RecordError("manifest", "tensors", f"{name} starts at {tensor.offset}, wanted {end[tensor.file]}")
-        end[tensor.file] += tensor.bytes
+    for file, offset, size, name in sorted(_contents(manifest)):
+        if file not in end:
+            raise RecordError("manifest", "tensors", f"{name} lies in {file!r}, which is not among the files")
+        if offset != end[file]:
+            raise RecordError("manifest", "tensors", f"{name} starts at {offset}, wanted {end[file]}")
+        end[file] += size
     for name, entry in manifest.files.items():
         if end[name] != entry.bytes:
             raise RecordError("manifest", "files", f"{name} has {entry.bytes} bytes, {end[name]} of them have a digest")
+
+
+def _contents(manifest: Manifest) -> Iterator[tuple[str, int, int, str]]:
+    """(file, offset, bytes, tensor) of what lies behind the headers: tensors, or payloads that change them."""
+    if manifest.delta is None:
+        yield from ((tensor.file, tensor.offset, tensor.bytes, name) for name, tensor in manifest.tensors.items())
+        return
+    if manifest.delta.base.version >= manifest.version:
+        raise RecordError("manifest", "delta", f"its base, version {manifest.delta.base.version}, is not older")
+    for name, parts in manifest.delta.parts.items():
+        _check_changes(name, parts, manifest.tensors.get(name))
+        yield from ((part.file, part.offset, part.delta.bytes, name) for part in parts)
+
+
+def _check_changes(name: str, parts: tuple[DeltaPart, ...], entry: TensorEntry | None) -> None:
+    """What payloads give are parts that the tensor has, each once."""
+    of_tensor = {} if entry is None else {part.start: part for part in entry.parts if part.box.elements}
+    for change in parts:
+        part, delta = of_tensor.pop(change.start, None), change.delta
+        if part is None or entry is None:
+            raise RecordError(
+                "manifest", "delta", f"tensor {name} has no part at {list(change.start)}, or it has two payloads"
+            )
+        wanted = (part.xxh3_128, part.box.elements, DTYPE_BYTES[entry.dtype])
+        if (delta.result, delta.elements, delta.width) != wanted:
+            problem = (
+                f"a payload of {name} gives {delta.elements} elements of {delta.width} bytes with digest {delta.result}"
+            )
+            raise RecordError("manifest", "delta", f"{problem}; the part has {wanted[1]}, {wanted[2]}, {wanted[0]}")

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING
 from stages.publication import Publication as FolderPublication
 from stages.weights import spares
 from stages.weights.collect import sweep_leftovers
+from stages.weights.delta_chain import is_worth_it
+from stages.weights.delta_entry import DeltaEntry, DeltaPart
+from stages.weights.encoder import Payloads, RankEncoder, Snapshot
 from stages.weights.errors import NoSpaceError, PublishError
 from stages.weights.hf_folder import CONFIG_FILE
 from stages.weights.layout import INDEX_FILE, Offer, Slice
@@ -45,17 +48,20 @@ class PublishReport:
 
 @dataclass(frozen=True)
 class _Opening:
-    """First exchange: what a rank owns; rank 0 adds the temporary folder that it made."""
+    """First exchange: what a rank owns, and the digest of the version that it has as a base, empty when it wants none; rank 0 adds
+    the temporary folder that it made."""
 
     offer: Offer
     folder: str
+    base: str
 
 
 @dataclass(frozen=True)
 class _Done:
-    """Second exchange: digests of what a rank wrote; rank 0 adds the small files."""
+    """Last exchange: digests of what a rank wrote, and its payload files; rank 0 adds the small files."""
 
     parts: Written
+    changes: list[tuple[str, DeltaPart]] = field(default_factory=list)
     files: dict[str, FileEntry] = field(default_factory=dict)
     config_digest: str = ""
 
@@ -63,7 +69,9 @@ class _Done:
 class Publication:
     """One rank's share of one version on its way; made by `Publisher.begin`. `report` is complete after `finish`."""
 
-    def __init__(self, publisher: Publisher, version: int, step: int, probe: Probe | None) -> None:
+    def __init__(
+        self, publisher: Publisher, version: int, step: int, probe: Probe | None, *, in_full: bool = False
+    ) -> None:
         self.version = version
         self._publisher = publisher
         self._run = publisher.run
@@ -71,7 +79,11 @@ class Publication:
         self._probe = probe
         self._is_first = publisher.ranks.rank == 0
         self._stack = ExitStack()
+        self._in_full = in_full
         self._writer = RankWriter()
+        self._encoder = RankEncoder()
+        self._base: Snapshot | None = None
+        self._payloads: Payloads | None = None
         self._copies: list[tuple[Piece, Copy]] = []
         self._small: dict[str, bytes] = {}
         self._folder: FolderPublication | None = None
@@ -91,15 +103,19 @@ class Publication:
         """See `Publisher.begin`."""
         try:
             openings = agree(self._publisher.ranks, lambda: self._open(tensors, lend), _Opening)
-            self._layout = self._publisher.layout([opening.offer for opening in openings])
-            folder = next(Path(opening.folder) for opening in openings if opening.folder)
+            self._offers = [opening.offer for opening in openings]
+            self._layout = self._publisher.layout(self._offers)
+            self._path = next(Path(opening.folder) for opening in openings if opening.folder)
+            self._base = self._publisher.base_for(self._offers, {opening.base for opening in openings})
+            self._is_kept = self._publisher.keeps_snapshots and not lend
             try:
-                self._start(folder)
+                self._encode(self._base) if self._base is not None else self._start()
                 for _, copy in self._copies if not lend else ():
                     copy.bytes()
             except (OSError, RuntimeError, ValueError) as problem:
                 self._problem = problem  # the other ranks hear of it in `finish`
         except BaseException:
+            self._publisher.remember(None)
             self.close()
             raise
         self._snapshot_s = time.perf_counter() - self._began_s
@@ -112,8 +128,9 @@ class Publication:
         except (OSError, RuntimeError, ValueError):
             deque(coming, maxlen=0)  # other ranks may need this one's part to make theirs
             raise
+        base = "" if self._in_full or lend else self._publisher.base_digest
         offer = Offer(socket.gethostname(), tuple(slices), self._publisher.threads)
-        return _Opening(offer, self._make_folder() if self._is_first else "")
+        return _Opening(offer, self._make_folder() if self._is_first else "", base)
 
     def _copy(self, tensors: Iterator[LocalTensor], lend: bool) -> list[Slice]:
         copier, slices = self._publisher.copier, []
@@ -132,28 +149,69 @@ class Publication:
         sweep_leftovers(run, run.weights)
         with space_checked(run.weights, 0):
             self._folder = self._stack.enter_context(run.publishing(final))
-        reused_bytes = spares.take(run, self._folder.path)
+        reused_bytes = 0 if self._publisher.keeps_snapshots else spares.take(run, self._folder.path)
         self._available_bytes = available_bytes(run.weights) + reused_bytes  # now, before any rank takes of it
         return str(self._folder.path)
 
-    def _start(self, folder: Path) -> None:
+    def _start(self) -> None:
         """Let the threads write this rank's pieces, and on rank 0 the headers and the small files."""
-        headers = self._layout.headers if self._is_first else {}
+        layout, index = self._layout, self._layout.index()
+        headers = layout.headers if self._is_first else {}
+        self._take_small({INDEX_FILE: index} if index else {}, layout.total_bytes)
         if self._is_first:
-            index = self._layout.index()
-            self._small = {**self._publisher.small_files, **({INDEX_FILE: index} if index else {})}
-            wanted = self._layout.total_bytes + sum(map(len, self._small.values())) + _SMALL_BYTES_ALLOWANCE
-            if self._available_bytes < wanted:
-                raise NoSpaceError(str(self._run.weights), wanted, self._available_bytes)
-            spares.fit(folder, self._layout.sizes)
-        num_bytes = sum(piece.num_bytes for piece, _ in self._copies)
-        threads = thread_count(self._publisher.options.io_threads, num_bytes)
+            spares.fit(self._path, layout.sizes)
+        threads = self._threads()
         converted = max((copy.converted_bytes for _, copy in self._copies), default=0)
-        self._extra_bytes = self._publisher.copier.buffers.allocated_bytes + threads * converted
-        with space_checked(folder, self._layout.total_bytes):
-            self._writer.start(
-                folder, self._layout, self._copies, {**headers, **self._small}, self._publisher.pool, threads
-            )
+        self._extra_bytes = self._publisher.copier.allocated_bytes + threads * converted
+        with space_checked(self._path, layout.total_bytes):
+            whole = {**headers, **self._small}
+            self._writer.start(self._path, layout, self._copies, whole, self._publisher.pool, threads)
+
+    def _take_small(self, more: dict[str, bytes], weight_bytes: int) -> None:
+        """Rank 0: the small files of the version. Raises NoSpaceError when they do not fit beside `weight_bytes`."""
+        if not self._is_first:
+            return
+        self._small = {**self._publisher.small_files, **more}
+        wanted = weight_bytes + sum(map(len, self._small.values())) + _SMALL_BYTES_ALLOWANCE
+        if self._available_bytes < wanted:
+            raise NoSpaceError(str(self._run.weights), wanted, self._available_bytes)
+
+    def _threads(self) -> int:
+        num_bytes = sum(piece.num_bytes for piece, _ in self._copies)
+        return thread_count(self._publisher.options.io_threads, num_bytes)
+
+    # ---- as a delta -----------------------------------------------------------------------------------------------
+
+    def _encode(self, base: Snapshot) -> None:
+        """Let the threads compare this rank's pieces with the base's."""
+        self._encoder.start(base, self._copies, self._publisher.pool, self._threads())
+
+    def _settle(self, base: Snapshot) -> None:
+        """All ranks decide alike, by the bytes of all payloads, and begin to write: those, or the version in full; collective."""
+        sizes = agree(self._publisher.ranks, self._payload_bytes, int)
+        try:
+            if is_worth_it(sum(sizes), base.manifest.weight_bytes, base.links):
+                self._start_payloads(sum(sizes))
+            else:
+                self._start()
+        except (OSError, RuntimeError, ValueError) as problem:
+            self._problem = problem
+
+    def _payload_bytes(self) -> int:
+        if self._problem is not None:
+            raise self._problem
+        return self._encoder.payload_bytes()
+
+    def _start_payloads(self, total_bytes: int) -> None:
+        """Let the threads write this rank's payloads, and on rank 0 the small files."""
+        publisher = self._publisher
+        payloads = self._encoder.payloads(publisher.ranks.rank, publisher.options.max_file_bytes)
+        self._take_small({}, total_bytes)
+        self._extra_bytes = publisher.copier.allocated_bytes + 2 * self._encoder.payload_bytes()  # and joined to files
+        with space_checked(self._path, total_bytes):
+            whole = {**payloads.files, **self._small}
+            self._writer.start(self._path, self._layout, [], whole, publisher.pool, self._threads())
+        self._payloads = payloads
 
     # ---- ending ---------------------------------------------------------------------------------------------------
 
@@ -180,14 +238,23 @@ class Publication:
                 except (OSError, RuntimeError, ValueError) as problem:
                     self._error = problem
                 finally:
+                    self._publisher.remember(self._snapshot())
                     self.close()
                     self._is_over = True
         if self._manifest is None:
             raise self._error or PublishError(f"the publication of version {self.version} was broken off")
         return self._manifest
 
+    def _snapshot(self) -> Snapshot | None:
+        if self._manifest is None or not self._is_kept:
+            return None
+        pieces = {(piece.name, piece.box): copy.bytes() for piece, copy in self._copies}
+        return Snapshot(self._manifest, self._offers, pieces)
+
     def _finish(self) -> Manifest:
         ranks = self._publisher.ranks
+        if self._base is not None:
+            self._settle(self._base)
         written = agree(ranks, self._written, _Done)
         manifest = agree(ranks, lambda: self._commit(written), Manifest | None)[0]
         self._total_s = time.perf_counter() - self._began_s
@@ -202,7 +269,10 @@ class Publication:
             parts = self._writer.finish(flush=self._publisher.flushes and not self._is_first)
         entries = {name: FileEntry(len(data), len(data), xxh3_128(data)) for name, data in self._small.items()}
         config = self._small.get(CONFIG_FILE)
-        return _Done(parts, entries, model_config_digest(json.loads(config)) if config else "")
+        config_digest = model_config_digest(json.loads(config)) if config else ""
+        if self._payloads is None:
+            return _Done(parts, [], entries, config_digest)
+        return _Done(self._payloads.parts, self._payloads.changes, {**self._payloads.entries, **entries}, config_digest)
 
     def _commit(self, written: Sequence[_Done]) -> Manifest | None:
         """Rank 0: write the manifest, give the folder its name, advance LATEST.json. None on other ranks."""
@@ -224,27 +294,38 @@ class Publication:
         for rank in written:
             for name, part in rank.parts:
                 parts[name].append(part)
-        headers = {
-            name: FileEntry(self._layout.sizes[name], len(data), xxh3_128(data))
-            for name, data in self._layout.headers.items()
-        }
+        delta, headers = self._delta_entry(written), {}
+        if delta is None:
+            headers = {
+                name: FileEntry(self._layout.sizes[name], len(data), xxh3_128(data))
+                for name, data in self._layout.headers.items()
+            }
         return Manifest.of(
             version=self.version,
             step=self._step,
             model_config_digest=written[0].config_digest,
-            files={**headers, **written[0].files},
+            files={**headers, **{name: entry for rank in written for name, entry in rank.files.items()}},
             tensors={
                 name: TensorEntry.of(place.dtype, place.shape, place.file, place.offset, parts[name])
                 for name, place in self._layout.tensors.items()
             },
             probe=self._probe,
+            delta=delta,
         )
+
+    def _delta_entry(self, written: Sequence[_Done]) -> DeltaEntry | None:
+        if self._base is None or self._payloads is None:
+            return None
+        changes = [change for rank in written for change in rank.changes]
+        return DeltaEntry.of(self._base.manifest.state, self._base.links + 1, changes)
 
     # ---- whatever happens -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Wait for what still copies or writes; without a commit, remove what has been written."""
+        self._encoder.close()
         self._writer.close()
         self._publisher.copier.wait()
         self._copies = []
+        self._base = self._payloads = None
         self._stack.close()

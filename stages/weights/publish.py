@@ -12,6 +12,8 @@ import torch
 from conf.sections import WeightsConfig
 from stages.rundir import RunDir
 from stages.weights import spares
+from stages.weights.delta_chain import MOST_LINKS
+from stages.weights.encoder import Snapshot
 from stages.weights.filesystems import flushes_data
 from stages.weights.hf_folder import small_files
 from stages.weights.layout import Layout, Offer, plan_layout
@@ -56,7 +58,8 @@ class Publisher:
     """Publishes one version after another: keeps the host buffers (pinned for a GPU), the threads and the layout.
 
     All ranks of `ranks` call it alike. The group must be used for nothing else while a publication is under way.
-    Extra host memory is one copy of what the rank owns, in the published format.
+    Extra host memory is one copy of what the rank owns, in the published format; with weights.delta=sparse two, of this version
+    and of the one before, and what differs.
     """
 
     options: WeightsConfig
@@ -84,6 +87,7 @@ class Publisher:
         self._tokenizer = tokenizer_folder
         self._current: Publication | None = None
         self._planned: tuple[list[Offer], Layout] | None = None
+        self._before: Snapshot | None = None
 
     def __enter__(self) -> Publisher:
         return self
@@ -92,9 +96,19 @@ class Publisher:
         self.close()
 
     def begin(
-        self, version: int, step: int, tensors: Iterable[LocalTensor], probe: Probe | None, *, lend: bool = False
+        self,
+        version: int,
+        step: int,
+        tensors: Iterable[LocalTensor],
+        probe: Probe | None,
+        *,
+        lend: bool = False,
+        in_full: bool = False,
     ) -> Publication:
-        """Copy this rank's tensors to the host and begin to write weights/v<version>/, a complete HF folder; collective.
+        """Copy this rank's tensors to the host and begin to write weights/v<version>/; collective.
+
+        That is a complete HF folder, unless weights.delta=sparse and the version before was published by this publisher: then
+        it may hold what differs instead. `in_full` or `lend` on any rank, and it does not.
 
         `tensors` are the slices that this rank owns: over all ranks every element exactly once. They are converted to
         `options.dtype` where they lie. When `begin` returns they may change; with `lend` they must not before `finish`
@@ -104,10 +118,36 @@ class Publisher:
         """
         if self._current is not None and not self._current.is_over:
             self._current.finish()
-        publication = Publication(self, version, step, probe)
+        if lend:
+            self._before = None  # there will be no snapshot of this version
+        elif self._before is not None:
+            self.copier.keep()
+        publication = Publication(self, version, step, probe, in_full=in_full)
         publication.begin(tensors, lend=lend)
         self._current = publication
         return publication
+
+    @property
+    def keeps_snapshots(self) -> bool:
+        return self.options.delta == "sparse"
+
+    @property
+    def base_digest(self) -> str:
+        """Of the version before, when this rank has its bytes; else empty."""
+        return "" if self._before is None else self._before.manifest.digest
+
+    def base_for(self, offers: list[Offer], digests: set[str]) -> Snapshot | None:
+        """What the next version may be a delta of: the version before, when all ranks have it, and owned the same then.
+
+        `digests` are the `base_digest` of all ranks.
+        """
+        base = self._before
+        is_common = base is not None and digests == {base.manifest.digest} and base.offers == offers
+        return base if base is not None and is_common and base.links < MOST_LINKS else None
+
+    def remember(self, snapshot: Snapshot | None) -> None:
+        """The version that was just published; None when that failed, or when its bytes are not kept."""
+        self._before = snapshot
 
     def close(self) -> None:
         """An unfinished publication leaves nothing behind, nor do files that were kept to be written over."""

@@ -1,4 +1,7 @@
-"""Read a published version, each byte once, and believe nothing that its manifest does not confirm."""
+"""Read a version that is published in full, each byte once, and believe nothing that its manifest does not confirm.
+
+`stages.weights.versions` reads any version, deltas too.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from stages.weights.boxes import runs
 from stages.weights.errors import (
     DigestMismatchError,
     ManifestMismatchError,
+    NotInFullError,
     SizeMismatchError,
     VersionNotPublishedError,
     WeightsError,
@@ -82,7 +86,7 @@ def read_verified(
     into: Mapping[str, torch.Tensor] | None = None,
     arrived: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Tensors of a version on the CPU, in the published number format, each byte read once and verified.
+    """Tensors of a full version on the CPU, in the published number format, each byte read once and verified.
 
     `names` restricts the tensors (and the files that are looked at); `threads` 0 takes this process's processors.
     `into` holds contiguous CPU tensors to read into, of the published format and shape; others are allocated.
@@ -90,7 +94,7 @@ def read_verified(
     them, while they are in its processor's cache; together the calls name every byte once. Only when this function returns
     are they known to be those of the manifest.
     File lengths are compared first, then the digests of small files and headers, then tensors.
-    Raises SizeMismatchError, DigestMismatchError, KeyError for an unknown name; `into` may then hold anything.
+    Raises SizeMismatchError, DigestMismatchError, KeyError for an unknown name; `into` may then hold anything. NotInFullError.
     """
     wanted = manifest.tensors if names is None else {name: manifest.tensors[name] for name in names}
     given = into or {}
@@ -125,6 +129,7 @@ def faults(run: RunDir, manifest: Manifest) -> list[WeightsError]:
 
 
 def _file_faults(fd: int, file: str, manifest: Manifest) -> Iterator[WeightsError]:
+    """Of a version in full."""
     try:
         _check_prefix(fd, file, manifest.files[file])
     except WeightsError as problem:
@@ -167,14 +172,23 @@ def _for_pieces(
     read: Callable[[_Piece, Mapping[str, int]], None],
 ) -> None:
     """Open and check the files, then `read` every piece in the order of the bytes on disk."""
+    if manifest.delta is not None:
+        raise NotInFullError(manifest.version, manifest.delta.base.version)
     files = {name: entry for name, entry in manifest.files.items() if only_files is None or name in only_files}
     items = sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset))
     pieces = [piece for name, entry in items for piece in _pieces(name, entry)]
     num_threads = thread_count(threads, sum(entry.bytes for entry in tensors.values()))
+    with checked_files(run, manifest, files) as fds:
+        map_threads(lambda piece: read(piece, fds), pieces, num_threads)
+
+
+@contextmanager
+def checked_files(run: RunDir, manifest: Manifest, files: Mapping[str, FileEntry]) -> Iterator[dict[str, int]]:
+    """Descriptors of some files of a version, after comparing their lengths, and of each its beginning with its digest."""
     with _opened(run, run.weights_version(manifest.version), files) as fds:
         for name, entry in files.items():
             _check_prefix(fds[name], name, entry)
-        map_threads(lambda piece: read(piece, fds), pieces, num_threads)
+        yield fds
 
 
 @contextmanager
@@ -203,7 +217,7 @@ def _open(path: Path, name: str, entry: FileEntry) -> int:
 
 def _check_prefix(fd: int, name: str, entry: FileEntry) -> None:
     buffer = bytearray(entry.digest_bytes)
-    _read_into(fd, memoryview(buffer), 0, name, entry.bytes)
+    read_into(fd, memoryview(buffer), 0, name, entry.bytes)
     found = xxh3_128(buffer)
     if found != entry.xxh3_128:
         raise DigestMismatchError("", name, entry.xxh3_128, found)
@@ -216,9 +230,9 @@ def _read_piece(
     entry, (part, *others) = piece.entry, piece.parts
     memory = bytes_of(tensor).data
     if others:
-        _read_into(fd, memory, entry.offset, entry.file, entry.offset + entry.bytes)
+        read_into(fd, memory, entry.offset, entry.file, entry.offset + entry.bytes)
         for each in piece.parts:
-            _compare(piece, each, _digest_of_slice(tensor[each.box.slices()]))
+            _compare(piece, each, digest_of_slice(tensor[each.box.slices()]))
         if arrived is not None:
             arrived(piece.name, 0, entry.bytes)
         return
@@ -227,7 +241,7 @@ def _read_piece(
     for begin in range(0, piece.length, _CHUNK_BYTES):
         chunk = view[begin : begin + _CHUNK_BYTES]
         offset = entry.offset + piece.first + begin
-        _read_into(fd, chunk, offset, entry.file, entry.offset + entry.bytes)
+        read_into(fd, chunk, offset, entry.file, entry.offset + entry.bytes)
         hasher.update(chunk)  # while the chunk is still in the processor's cache
         if arrived is not None:
             arrived(piece.name, piece.first + begin, len(chunk))
@@ -246,14 +260,15 @@ def _verify_piece(fds: Mapping[str, int], piece: _Piece) -> None:
     for begin in range(0, piece.length, _CHUNK_BYTES):
         chunk = buffer[: min(_CHUNK_BYTES, piece.length - begin)]
         offset = entry.offset + piece.first + begin
-        _read_into(fd, chunk, offset, entry.file, entry.offset + entry.bytes)
+        read_into(fd, chunk, offset, entry.file, entry.offset + entry.bytes)
         hasher.update(chunk)
     _compare(piece, part, hasher.hexdigest())
 
 
-def _digest_of_slice(tensor: torch.Tensor) -> str:
+def digest_of_slice(tensor: torch.Tensor) -> str:
     """Of the elements in row-major order; a few rows are made contiguous at a time, not a copy of all of it."""
     hasher = xxhash.xxh3_128()
+    tensor = torch.atleast_1d(tensor)
     rows = max(1, _CHUNK_BYTES * len(tensor) // max(1, tensor.numel() * tensor.element_size()))
     for block in tensor.split(rows) if tensor.numel() else ():
         hasher.update(bytes_of(block.contiguous()).data)
@@ -265,7 +280,7 @@ def _compare(piece: _Piece, part: Part, found: str) -> None:
         raise DigestMismatchError(piece.name, piece.entry.file, part.xxh3_128, found)
 
 
-def _read_into(fd: int, view: memoryview, offset: int, file: str, wanted_bytes: int) -> None:
+def read_into(fd: int, view: memoryview, offset: int, file: str, wanted_bytes: int) -> None:
     """Fill `view` from `offset` on; a file that ends early was cut after its length was compared."""
     done = 0
     while done < len(view):

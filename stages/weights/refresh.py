@@ -233,10 +233,17 @@ def _result(
         refresh_s=refresh_s,
         publish_s=publish_s,
         deadline_s=request.deadline_s,
-        slowest_bytes_per_s=slowest_bytes_per_s(loaded.values(), manifest.weight_bytes, before.slowest_bytes_per_s),
+        slowest_bytes_per_s=_rate(manifest, loaded, before),
         slowest=parts,
         instances=tuple(sorted(loaded)),
     )
+
+
+def _rate(manifest: Manifest, loaded: Mapping[str, Loaded], before: Before) -> float:
+    """A delta says nothing about how long a version in full takes, which is what deadlines are for."""
+    if manifest.delta is not None:
+        return before.slowest_bytes_per_s or 0.0
+    return slowest_bytes_per_s(loaded.values(), manifest.weight_bytes, before.slowest_bytes_per_s)
 
 
 def _tell(context: StageContext, result: RefreshResult, before: Before) -> None:

@@ -70,6 +70,8 @@ def _version_row(run: RunDir, version: int, newest: bool) -> tuple[str, ...]:
     except DAMAGE as problem:
         return str(version), "", "", "", "", "", "", f"{note} {problem}".strip()
     by = (str(stamps.get("attempt", _MISSING)), str(stamps.get("writer", _MISSING)))
+    if manifest.delta is not None:
+        note = f"{note} delta of {manifest.delta.base.version}".strip()
     return str(version), *by, manifest.digest, *_counts(manifest), note
 
 

@@ -150,6 +150,16 @@ class Copier:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._fillings: list[Future[object]] = []
         self.buffers = HostBuffers(pinned=self._stream is not None)
+        self._kept: HostBuffers | None = None
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.buffers.allocated_bytes + (0 if self._kept is None else self._kept.allocated_bytes)
+
+    def keep(self) -> None:
+        """What was copied last stays as it is while the next version is copied, to other memory."""
+        kept = self._kept or HostBuffers(pinned=self._stream is not None)
+        self.buffers, self._kept = kept, self.buffers
 
     @contextmanager
     def copying(self) -> Iterator[None]:

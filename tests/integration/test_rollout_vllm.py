@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -27,6 +28,7 @@ from stages.files import read_json, wait_for
 from stages.rollout.orphans import environment_of, marked_pids
 from stages.rollout.settings import SERVER_ID_VARIABLE
 from stages.weights.manifest import Probe
+from stages.weights.publish import Publisher
 from tests.rollout_instances import (
     AGENT,
     NAME,
@@ -42,7 +44,9 @@ from tests.rollout_kit import (
     cpu_config,
     logprobs_of,
     make_run,
+    probe_of,
     publish_model,
+    published_tensors,
     save_model,
     tiny_model,
 )
@@ -188,14 +192,30 @@ def test_many_prompts_in_one_request_are_answered_in_order(served: Instance) -> 
     assert served.largest_difference(answer, prompts) < 1e-3
 
 
+def test_a_delta_goes_into_the_engine_in_place(served: Instance) -> None:
+    options = replace(cpu_config(served.source).weights, delta="sparse")
+    with Publisher(served.run, source_folder=served.source, options=options) as publisher:
+        for version in (23, 24):
+            model = served.models[version] = tiny_model(23)
+            if version == 24:
+                model.get_input_embeddings().weight.data[::9] *= 1.5
+            manifest = publisher.begin(version, version, published_tensors(model), probe_of(model)).finish()
+            served.refresh(manifest)
+
+    assert manifest.delta is not None
+    answer = served.generate([[5, 6, 7, 9, 18, 27]])
+    assert answer.headers["x-libra-version"] == "24"
+    assert served.largest_difference(answer, [[5, 6, 7, 9, 18, 27]]) < 1e-3
+
+
 def test_a_probe_that_the_weights_do_not_reproduce_ends_the_instance_and_nothing_is_served(served: Instance) -> None:
-    truth = logprobs_of(tiny_model(23), list(PROBE_IDS))
-    manifest = served.publish(23, seed=23, probe=Probe(PROBE_IDS, (*truth[:-1], truth[-1] - 0.1)))
+    truth = logprobs_of(tiny_model(25), list(PROBE_IDS))
+    manifest = served.publish(25, seed=25, probe=Probe(PROBE_IDS, (*truth[:-1], truth[-1] - 0.1)))
     pids = processes_of(served)
 
     served.request(manifest)
     code, errors = served.end(30)
-    nack = read_json(served.run.ack_json(23, NAME, "nack")) or {}
+    nack = read_json(served.run.ack_json(25, NAME, "nack")) or {}
 
     assert code != 0
     assert re.search(r"UnprovedWeightsError.*differs by 0\.(1|09999)", errors)

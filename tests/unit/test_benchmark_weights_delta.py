@@ -10,6 +10,21 @@ from pathlib import Path
 PROJECT = Path(__file__).parents[2]
 
 
+def test_versions_go_through_a_folder_both_ways(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.weights_delta", "--elements", "3e5", "--steps", "2", "--json"]
+    done = subprocess.run(
+        [*command, "--through", str(tmp_path)], cwd=PROJECT, capture_output=True, text=True, check=True, timeout=100
+    )
+
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+
+    assert len(lines) == 2
+    for line in lines:
+        assert line["full_bytes"] > 600_000 > 5 * line["delta_bytes"]
+        assert min(value for name, value in line.items() if name.endswith("_s")) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_one_line_for_each_step_with_share_size_and_times() -> None:
     command = [sys.executable, "-m", "benchmarks.weights_delta", "--elements", "3e5", "--steps", "2", "--json"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True, timeout=100)

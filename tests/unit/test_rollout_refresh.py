@@ -19,6 +19,7 @@ from stages.rollout.errors import (
 from stages.rollout.node_folder import node_lock
 from stages.rollout.server_process import ServerProcess
 from stages.rollout.stage import run, run_alone
+from tests.delta_kit import publish_chain
 from tests.rollout_agent_kit import (
     NAME,
     ack,
@@ -30,6 +31,7 @@ from tests.rollout_agent_kit import (
     status,
     when_ready,
 )
+from tests.weights_kit import publish_full
 
 
 @pytest.fixture(autouse=True)
@@ -182,8 +184,7 @@ def test_a_request_for_other_instances_is_left_alone(context: StageContext) -> N
 
 
 def test_alone_it_serves_and_proves_the_newest_published_version(context: StageContext) -> None:
-    trainer = replace(context.run, writer="trainer")
-    trainer.write(context.run.latest_json, {"version": 7, "digest": "7" * 32, "path": "weights/v000007"})
+    publish_full(replace(context.run, writer="trainer"), 7)
     found: list[dict[str, Any]] = []
 
     def look() -> None:
@@ -195,6 +196,18 @@ def test_alone_it_serves_and_proves_the_newest_published_version(context: StageC
     assert f"starts from {context.run.weights_version(7)}" in log
     assert '"version": 7' in log
     assert (found[0]["version"], found[0]["leases"]) == (7, [7])
+
+
+def test_alone_it_starts_from_whole_files_and_loads_a_delta_in_place(context: StageContext) -> None:
+    manifests, _ = publish_chain(replace(context.run, writer="trainer"), 3)
+    found: list[dict[str, Any]] = []
+
+    live_until(context, lambda: found.append(status(context)), run_alone)
+
+    log = (context.run.logs / f"{NAME}.server.log").read_text()
+    assert f"starts from {context.run.weights_version(0)}" in log
+    assert found[0]["manifest_digest"] == manifests[2].digest
+    assert (found[0]["version"], found[0]["leases"]) == (2, [2])
 
 
 @pytest.mark.exercises("model_path")

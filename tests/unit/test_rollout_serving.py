@@ -11,8 +11,9 @@ import pytest
 from stages.rollout.guard import with_segments
 from stages.rundir import RunDir
 from stages.weights.manifest import Manifest
+from tests.delta_kit import publish_chain
 from tests.rollout_guard_kit import GENERATION, guard, in_loop, run_with_token
-from tests.weights_kit import PROBE, publish_full
+from tests.weights_kit import PROBE, publish_full, small_tensors
 
 
 @pytest.fixture
@@ -152,6 +153,18 @@ def test_the_restart_method_verifies_the_files_without_reading_them_into_the_eng
         response = await guarded.give("prepare", guarded.order(v1, method="restart"))
         assert (response.status_code, response.json()["tensor"]) == (422, "model.layer.up")
         assert "libra_prepare" not in guarded.engine.log
+
+    in_loop(body)
+
+
+def test_the_restart_method_refuses_a_delta_which_has_no_whole_files(run: RunDir) -> None:
+    delta = publish_chain(run, 2, small_tensors())[0][1]
+
+    async def body() -> None:
+        guarded = guard(run)
+        response = await guarded.give("prepare", guarded.order(delta, method="restart"))
+        assert response.status_code == 422
+        assert "version 1 is published as a delta of version 0" in response.json()["error"]
 
     in_loop(body)
 

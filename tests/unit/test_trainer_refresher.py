@@ -18,6 +18,7 @@ from stages.trainer import refresher as module
 from stages.trainer.refresher import Refresher, ServeError, ServingFailedError
 from stages.weights.errors import PublishError, WeightRefreshError
 from stages.weights.ranks import RankGroup
+from stages.weights.reader import load_manifest
 from stages.weights.tensors import LocalTensor
 from stages.weights.writer import RankWriter
 from tests.weights_kit import PROBE, as_writer, make_context, make_source, run_ranks
@@ -106,6 +107,19 @@ def test_versions_follow_each_other_and_nothing_has_failed(refreshers: Any, run:
 
     assert refreshers(body) == [False] * RANKS
     assert 2 in run.published_versions()
+
+
+def test_the_last_version_of_a_run_is_a_complete_folder(refreshers: Any, run: RunDir) -> None:
+    def body(refresher: Refresher) -> None:
+        context = refresher.context
+        context.config.weights.delta, context.config.total_steps = "sparse", 2
+        for version in range(3):
+            begin(refresher, version)
+        refresher.finish()
+        refresher.raise_failure()
+
+    assert refreshers(body) == [None] * RANKS
+    assert [load_manifest(run, version).delta is None for version in (1, 2)] == [False, True]
 
 
 def test_a_refusal_is_raised_with_its_own_type_on_all_ranks(refreshers: Any) -> None:

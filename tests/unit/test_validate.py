@@ -207,6 +207,7 @@ def test_an_optimizer_option_that_would_do_nothing_or_harm_is_named(overrides: l
         (["rollout.heartbeat_interval_s=60"], "healthy instances would count as dead"),
         (["rollout.request_timeout_s=3600"], f"raise {GRP}.runtime_batch_collection_timeout_s"),
         (["weights.probe_tokens=2048"], "weights.probe_tokens=2048 does not fit max_model_len=2048"),
+        (["weights.delta=sparse", "rollout_weight_reload_method=restart"], "set weights.delta=off, or rollout_weight"),
         (["weights.proof_tolerance=0"], "every proof of load would fail"),
         (["rollout.min_instances=99"], "rollout.min_instances=99 is more than the"),
         (["algorithm.step_timeout_s=300"], "raise algorithm.step_timeout_s"),

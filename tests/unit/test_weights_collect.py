@@ -12,6 +12,7 @@ from stages.context import StageContext
 from stages.rundir import FencedError, RunDir
 from stages.weights.apply import write_prepared
 from stages.weights.collect import collect, drop_versions, sweep_leftovers
+from tests.delta_kit import publish_chain, publish_next, sparse_publisher, start_tensors
 from tests.weights_kit import Answers, as_writer, make_context, publish_full, register
 
 
@@ -64,6 +65,56 @@ def test_a_leased_or_served_version_stays(run: RunDir, context: StageContext) ->
     register(run, "rollout_000", version=4)
     register(run, "rollout_001", version=4)
     assert collect(context).versions == (0, 1)
+
+
+def test_what_the_kept_versions_are_deltas_of_stays(run: RunDir, context: StageContext) -> None:
+    publish_chain(run, 4)
+    with sparse_publisher(run) as publisher:
+        for version in (4, 5, 6):
+            publish_next(publisher, version, start_tensors())
+
+    assert collect(context).versions == (0, 1, 2, 3)
+    assert sorted(run.published_versions()) == [4, 5, 6]
+
+
+def test_what_a_leased_version_is_a_delta_of_stays(run: RunDir, context: StageContext) -> None:
+    publish_chain(run, 4)
+    publish_versions(run, 4, 5, 6)
+    register(run, "rollout_000", version=6, leases=(2,))
+    register(run, "rollout_001", version=6)
+
+    assert collect(context).versions == (3, 4)
+    register(run, "rollout_000", version=6)
+    assert collect(context).versions == (0, 1, 2)
+
+
+def test_a_base_of_a_version_that_is_leased_while_it_is_collected_keeps_its_name(
+    run: RunDir, context: StageContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_chain(run, 3)
+    publish_versions(run, 3, 4)
+    rename = os.rename
+
+    def lease_first(old: Path, new: Path) -> None:
+        register(run, "rollout_000", version=4, leases=(2,))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", lease_first)
+
+    assert collect(context).versions == ()
+    assert sorted(run.published_versions()) == [0, 1, 2, 3, 4]
+
+
+def test_a_damaged_manifest_of_a_kept_version_stops_the_collection_of_what_may_be_its_base(
+    run: RunDir, context: StageContext
+) -> None:
+    publish_versions(run, 0, 1, 2, 3)
+    (run.weights_version(2) / "manifest.json").write_text("{")
+
+    collected = collect(context)
+
+    assert collected.versions == ()
+    assert "v000002" in " ".join(collected.left_alone)
 
 
 def test_leases_of_an_older_attempt_are_void(run: RunDir) -> None:

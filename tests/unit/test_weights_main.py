@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from conf.sections import WeightsConfig
 from launch.runs import Folder
 from launch.truth import Truth
 from stages.rundir import RunDir
@@ -17,6 +18,7 @@ from stages.weights.__main__ import main
 from stages.weights.apply import write_nack, write_prepared
 from stages.weights.records import Nack, RefreshRequest
 from stages.weights.refresh import request_refresh
+from tests.delta_kit import flip_last_byte, payload_file, publish_chain
 from tests.weights_kit import (
     INSTANCES,
     Answers,
@@ -277,3 +279,61 @@ def test_diff_of_equal_versions_says_so(run: RunDir, capsys: pytest.CaptureFixtu
     assert main(["diff", str(run.root), "0", "1"]) == 0
 
     assert capsys.readouterr().out.strip() == "0 of 5 tensors differ between 0 and 1"
+
+
+# ---- deltas ----------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_verify_and_diff_understand_deltas(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    manifests, published = publish_chain(run, 3)
+    changed = sum(int((published[1][name] != published[2][name]).sum()) for name in published[2])
+
+    assert main(["inspect", str(run.root)]) == 0
+    assert main(["verify", str(run.root)]) == 0
+    assert main(["diff", str(run.root), "1", "2"]) == 0
+
+    out = capsys.readouterr().out
+    assert any(manifests[2].digest in line and line.endswith("newest delta of 1") for line in out.splitlines())
+    assert "version 2: 4 tensors in 3 files" in out
+    assert "(and of version 1, its base)" in out
+    assert "all digests match" in out
+    assert "2 of 4 tensors differ between 1 and 2" in out
+    assert f"{changed:,} of " in out
+    assert "delta-0" not in out
+
+
+def test_verify_of_a_delta_names_damage_of_its_own_and_of_its_bases(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish_chain(run, 3)
+    flip_last_byte(payload_file(run, 1))
+
+    assert main(["verify", str(run.root), "2"]) == 1
+
+    out = capsys.readouterr().out
+    assert "as version 1 changes it" in out
+    assert "1 faults" in out
+
+
+@pytest.mark.parametrize("max_file_bytes", [4e9, 2e4])
+def test_an_export_is_what_would_have_been_published_in_full(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], max_file_bytes: float
+) -> None:
+    _, published = publish_chain(run, 3, max_file_bytes=max_file_bytes)
+    other = RunDir.create(tmp_path / "other")
+    publish_full(other, 2, published[2], WeightsConfig(dtype="float32", max_file_bytes=max_file_bytes))
+
+    assert main(["export", str(run.root), "2", str(tmp_path / "mine")]) == 0
+
+    assert "version 2 is in" in capsys.readouterr().out
+    wanted = {path.name: path.read_bytes() for path in other.weights_version(2).iterdir()}
+    del wanted["manifest.json"]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()} == wanted
+
+
+def test_an_export_replaces_nothing(run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    publish_chain(run, 1)
+
+    assert main(["export", str(run.root), "0", str(tmp_path)]) == 1
+
+    assert "exists; choose another folder" in capsys.readouterr().err

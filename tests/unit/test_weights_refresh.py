@@ -19,6 +19,7 @@ from stages.weights.errors import WeightRefreshError
 from stages.weights.manifest import Manifest
 from stages.weights.records import Loaded, Nack, Prepared
 from stages.weights.refresh import request_refresh
+from tests.delta_kit import publish_chain
 from tests.fake_runs import fake_config, fake_plan
 from tests.weights_kit import INSTANCES, Answers, Refuser, as_writer, make_context, publish_full, register
 
@@ -72,6 +73,17 @@ def test_a_complete_set_of_acks_is_a_refresh(run: RunDir, context: StageContext,
     assert (record["version"], record["digest"], record["publish_s"]) == (3, answers.manifest.digest, 0.25)
     assert record["instances"] == list(INSTANCES)
     assert 0 <= record["refresh_s"] < 5
+
+
+def test_a_delta_says_nothing_about_the_rate_of_whole_versions(run: RunDir, context: StageContext) -> None:
+    manifests, _ = publish_chain(run, 3)
+    rates = []
+    for manifest, reload_s in zip(manifests, (2.0, 0.5, 0.5), strict=True):
+        for instance in INSTANCES:
+            Answers(run, manifest).write(instance, total_reload_s=reload_s)
+        rates.append(request_refresh(context, manifest, INSTANCES, publish_s=0.0).slowest_bytes_per_s)
+
+    assert rates == [manifests[0].weight_bytes / 2.0] * 3
 
 
 @pytest.mark.exercises("rollout_weight_sync_mode")

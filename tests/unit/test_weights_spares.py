@@ -105,6 +105,32 @@ def test_a_version_is_written_over_the_files_of_one_that_was_collected(run: RunD
     assert sorted(os.listdir(run.weights)) == ["LATEST.json", "v000002", "v000003", "v000004"]
 
 
+def test_nothing_is_kept_or_written_over_where_versions_are_published_as_what_changed(run: RunDir) -> None:
+    context = make_context(run)
+    context.config.weights.delta = "sparse"
+    with make_publisher(run, delta="sparse") as publisher:
+        for version in range(
+            1, 21
+        ):  # the 17th is in full again, so that its base and those before are nobody's any more
+            publish(publisher, version)
+        assert 1 in collect(context).versions
+
+        assert spare_names(run) == []
+        left = with_a_spare_of_somebody(run)
+        publish(publisher, 21)
+
+    assert not any(name.startswith(".") for name in os.listdir(run.weights_version(21)))
+    assert left not in os.listdir(run.weights_version(21))
+
+
+def with_a_spare_of_somebody(run: RunDir) -> str:
+    """As one kept before `weights.delta` was changed on a resume would look; the name of its file."""
+    spare = run.weights / f".v000001.spare-{run.attempt}-00"
+    spare.mkdir()
+    (spare / "old.safetensors").write_bytes(b"old")
+    return "old.safetensors"
+
+
 def test_at_most_one_version_is_kept(run: RunDir, publisher: Publisher, context: StageContext) -> None:
     for version in range(1, 6):
         publish(publisher, version)
