@@ -93,6 +93,10 @@ def _place(run_id: str) -> Path:
 def _remove_unused(folder: Path) -> None:
     with _locked_alone(folder / _USERS) as is_unused:
         if is_unused:
+            # The lock goes last: a folder without it, left by somebody who was killed over this, would be nobody's for ever.
+            for path in [path for path in folder.iterdir() if path.name != _USERS]:
+                with suppress(OSError):
+                    path.unlink()
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -105,7 +109,9 @@ def _locked_alone(path: Path) -> Iterator[bool]:
         return
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
+        yield _is_current(
+            fd, path
+        )  # not a lock that was removed meanwhile: members may hold the one that has its name now
     except BlockingIOError:
         yield False
     finally:

@@ -104,6 +104,8 @@ def test_weights_synced_every_second_step_do_not_stop_the_run(tmp_path: Path) ->
 
 def test_groups_are_spread_over_the_instances(tmp_path: Path) -> None:
     played = scene(tmp_path, instances=2, launch={"evaluate": False})
+    for server in played.servers:  # so that a step's requests are under way together
+        server.script = lambda request: Reply(delay_s=0.3)
 
     played.play()
 

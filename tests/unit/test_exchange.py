@@ -31,6 +31,7 @@ ERRORS: list[Exception] = [
     PublishError("it failed"),
     NoSpaceError("/run/weights", 10, 5),
     weights_errors.VersionNotPublishedError(3, "/run/weights/v000003"),
+    weights_errors.NotInFullError(3, 2),
     weights_errors.ManifestMismatchError(3, "digest", "a", "b"),
     weights_errors.SignatureMismatchError("embed", "has another shape"),
     weights_errors.SizeMismatchError("model.safetensors", 10, None),

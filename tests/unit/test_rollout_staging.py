@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -17,7 +19,7 @@ import torch
 
 from stages.files import WaitTimeoutError, wait_for
 from stages.rollout import memory_folder
-from stages.rollout.memory_folder import joined_memory_folder, leave_memory_folder, sweep_memory_folders
+from stages.rollout.memory_folder import MemoryFolder, joined_memory_folder, leave_memory_folder, sweep_memory_folders
 from stages.rollout.node_folder import remove_node_folder
 from stages.rollout.staging import SegmentLayout, Staging
 
@@ -240,6 +242,39 @@ def test_leaving_and_joining_at_the_same_time_never_leaves_a_member_without_its_
             enough.set()
         for leaver in leavers:
             leaver.result()
+
+
+def test_a_folder_that_was_made_anew_while_somebody_looked_at_the_old_one_stays(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.close(joined_memory_folder("run").users_fd)
+    (folder,) = shm.iterdir()
+    lock = fcntl.flock
+    members: list[MemoryFolder] = []
+
+    def lock_late(fd: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        (folder / "users.lock").unlink()
+        members.append(joined_memory_folder("run"))
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    leave_memory_folder("run")
+
+    assert members[0].path.is_dir()
+    assert os.path.samestat(os.fstat(members[0].users_fd), (folder / "users.lock").stat())
+
+
+def test_the_lock_of_a_folder_goes_last(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = joined_memory_folder("run")
+    (joined.path / "weights").write_bytes(b"bytes")
+    os.close(joined.users_fd)
+    seen: list[list[str]] = []
+    monkeypatch.setattr(shutil, "rmtree", lambda folder, **_: seen.append(os.listdir(folder)))
+
+    leave_memory_folder("run")
+
+    assert seen == [["users.lock"]]
 
 
 def test_the_sweep_of_a_dead_run_takes_its_memory_along(shm: Path) -> None:

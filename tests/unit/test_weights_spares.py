@@ -1,90 +1,40 @@
-"""Files that are written over: a version gets those of one that nobody needs, and whoever still has one of them keeps what he has."""
+"""Files that are written over: a version gets those of one that nobody needs, and they go when nobody will."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import mmap
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from conf.sections import WeightsConfig
 from stages.context import StageContext
 from stages.rundir import RunDir
 from stages.weights import spares
 from stages.weights.collect import collect, sweep_leftovers
-from stages.weights.errors import DigestMismatchError, NoSpaceError
+from stages.weights.errors import NoSpaceError
 from stages.weights.filesystems import is_quicker_written_over
-from stages.weights.manifest import Manifest
 from stages.weights.publish import Publisher
 from stages.weights.ranks import RankGroup
-from stages.weights.reader import load_manifest, read_verified, verify
-from stages.weights.tensors import LocalTensor
-from tests.faulty_files import Failing, FaultyFiles, Torn
-from tests.weights_kit import PROBE, as_writer, make_context, make_source, register, run_ranks, small_tensors
+from tests.faulty_files import Failing, FaultyFiles
+from tests.weights_kit import as_writer, make_context, register, run_ranks, small_tensors
+from tests.weights_spares_kit import (
+    FILE,
+    assert_published,
+    context,
+    inode,
+    make_publisher,
+    on_any_filesystem,
+    publish,
+    publisher,
+    run,
+    spare_names,
+    with_spare,
+)
 
-FILE = "model.safetensors"
-
-
-@pytest.fixture(autouse=True)
-def on_any_filesystem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.weights.spares.is_quicker_written_over", lambda folder: True)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return as_writer(RunDir.create(tmp_path / "run"), "trainer")
-
-
-@pytest.fixture
-def context(run: RunDir) -> StageContext:
-    return make_context(run)
-
-
-@pytest.fixture
-def publisher(run: RunDir) -> Iterator[Publisher]:
-    with make_publisher(run) as made:
-        yield made
-
-
-def make_publisher(run: RunDir, ranks: RankGroup | None = None, **options: Any) -> Publisher:
-    chosen = WeightsConfig(**{"dtype": "float32", **options})
-    return Publisher(run, source_folder=make_source(run.root.parent / "source"), options=chosen, ranks=ranks)
-
-
-def publish(publisher: Publisher, version: int, tensors: dict[str, torch.Tensor] | None = None) -> Manifest:
-    chosen = small_tensors(version) if tensors is None else tensors
-    whole = [LocalTensor.whole(name, tensor) for name, tensor in chosen.items()]
-    return publisher.begin(version, version, whole, PROBE).finish()
-
-
-def with_spare(publisher: Publisher, tensors: Callable[[int], dict[str, torch.Tensor]] = small_tensors) -> Path:
-    """Versions 1 to 3, of which the first is collected: its files are kept. The file of version 1, as it was called."""
-    for version in (1, 2, 3):
-        publish(publisher, version, tensors(version))
-    assert collect(make_context(publisher.run)).versions == (1,)
-    return publisher.run.weights_version(1) / FILE
-
-
-def inode(run: RunDir, version: int) -> int:
-    return os.stat(run.weights_version(version) / FILE).st_ino
-
-
-def spare_names(run: RunDir) -> list[str]:
-    return [name for name in os.listdir(run.weights) if ".spare-" in name]
-
-
-def assert_published(run: RunDir, version: int, tensors: dict[str, torch.Tensor]) -> None:
-    manifest = load_manifest(run, version)
-    verify(run, manifest)
-    read = read_verified(run, manifest)
-    assert read.keys() == tensors.keys()
-    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+__all__ = ["context", "on_any_filesystem", "publisher", "run"]
 
 
 # ---- what is written over --------------------------------------------------------------------------------------------
@@ -222,151 +172,6 @@ def test_what_is_kept_counts_as_space_for_the_version_that_gets_it(
     publish(publisher, 4, tensors(4))
     with pytest.raises(NoSpaceError):
         publish(publisher, 5, tensors(5))
-
-
-# ---- whoever still has a file ----------------------------------------------------------------------------------------
-
-
-def test_who_has_a_file_open_reads_the_old_version_to_its_end(run: RunDir, publisher: Publisher) -> None:
-    publish(publisher, 1)
-    path = run.weights_version(1) / FILE
-    before = path.read_bytes()
-    with path.open("rb") as reader:
-        publish(publisher, 2)
-        publish(publisher, 3)
-        collect(make_context(run))
-
-        publish(publisher, 4)
-
-        assert reader.read() == before
-    assert_published(run, 4, small_tensors(4))
-
-
-def test_who_has_a_file_mapped_keeps_its_bytes_though_it_is_closed(run: RunDir, publisher: Publisher) -> None:
-    """As an engine's loader that is still at it: it maps safetensors files."""
-    publish(publisher, 1)
-    path = run.weights_version(1) / FILE
-    before = path.read_bytes()
-    with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    publish(publisher, 2)
-    publish(publisher, 3)
-    collect(make_context(run))
-
-    publish(publisher, 4)
-
-    assert mapped[:] == before
-    mapped.close()
-    assert_published(run, 4, small_tensors(4))
-
-
-def test_a_second_name_of_a_file_keeps_its_bytes(run: RunDir, publisher: Publisher, tmp_path: Path) -> None:
-    publish(publisher, 1)
-    os.link(run.weights_version(1) / FILE, tmp_path / "mine")
-    before = (tmp_path / "mine").read_bytes()
-    publish(publisher, 2)
-    publish(publisher, 3)
-    collect(make_context(run))
-
-    publish(publisher, 4)
-
-    assert (tmp_path / "mine").read_bytes() == before
-    assert_published(run, 4, small_tensors(4))
-
-
-def test_a_file_that_somebody_protects_stays_as_it_is(run: RunDir, publisher: Publisher, tmp_path: Path) -> None:
-    def refuse(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
-        if str(path).endswith(FILE) and not flags & os.O_CREAT:
-            raise PermissionError(errno.EACCES, "protected", str(path))
-        return real(path, flags, *arguments, **options)
-
-    with_spare(publisher)
-    real = os.open
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "open", refuse)
-        publish(publisher, 4)
-
-    assert_published(run, 4, small_tensors(4))
-
-
-def test_where_the_kernel_cannot_tell_nothing_is_written_over(
-    run: RunDir, publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def without_leases(fd: int, command: int, *arguments: Any) -> Any:
-        if command == fcntl.F_SETLEASE:
-            raise OSError(errno.EINVAL, "no leases")
-        return real(fd, command, *arguments)
-
-    with_spare(publisher)
-    target = tmp_path / "target"
-    target.mkdir()
-    real = fcntl.fcntl
-    monkeypatch.setattr(fcntl, "fcntl", without_leases)
-
-    assert spares.take(run, target) == 0
-    assert os.listdir(target) == spare_names(run) == []
-
-
-def test_an_opening_in_the_very_moment_of_the_question_ends_no_process(
-    run: RunDir, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another descriptor, opened while the lease is held, breaks it: the signal for that must be one that is ignored."""
-    real, opened = fcntl.fcntl, []
-
-    def opening(fd: int, command: int, *arguments: Any) -> Any:
-        if command == fcntl.F_SETLEASE and arguments == (fcntl.F_UNLCK,):
-            path = os.readlink(f"/proc/self/fd/{fd}")
-            with pytest.raises(BlockingIOError):  # it breaks the lease, and does not wait for that
-                os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-            opened.append(path)
-        return real(fd, command, *arguments)
-
-    with_spare(publisher)
-    monkeypatch.setattr(fcntl, "fcntl", opening)
-    publish(publisher, 4)
-
-    assert len(opened) == 1
-    assert_published(run, 4, small_tensors(4))
-
-
-def test_links_and_folders_among_the_files_are_not_taken(run: RunDir, publisher: Publisher, tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.write_text("mine")
-    publish(publisher, 1)
-    (run.weights_version(1) / "link.safetensors").symlink_to(outside)
-    (run.weights_version(1) / "folder.safetensors").mkdir()
-    publish(publisher, 2)
-    publish(publisher, 3)
-    collect(make_context(run))
-
-    publish(publisher, 4)
-
-    assert outside.read_text() == "mine"
-    assert spare_names(run) == []
-    assert_published(run, 4, small_tensors(4))
-
-
-def test_bytes_that_were_not_stored_are_found_out_over_an_old_version_too(run: RunDir, publisher: Publisher) -> None:
-    """The place holds bytes of a whole older version, the same number of them."""
-    with_spare(publisher)
-
-    header, tensor = (Torn(f"weights/.v000004.tmp-*/{FILE}", keep) for keep in (10**6, 2))
-    with FaultyFiles(run.root, [header, tensor]):
-        manifest = publish(publisher, 4)
-
-    with pytest.raises(DigestMismatchError):
-        read_verified(run, manifest)
-
-
-def test_a_reader_that_sees_a_file_change_refuses_it(run: RunDir, publisher: Publisher) -> None:
-    """However that came about: here the new version's file gets the old one's place."""
-    manifest = publish(publisher, 1)
-    publish(publisher, 2)
-    new, old = (run.weights_version(version) / FILE for version in (2, 1))
-    old.write_bytes(new.read_bytes()[:-4] + old.read_bytes()[-4:])
-
-    with pytest.raises(DigestMismatchError):
-        read_verified(run, manifest)
 
 
 # ---- when it goes ----------------------------------------------------------------------------------------------------
