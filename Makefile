@@ -35,7 +35,7 @@ test: lint  ## Everything: lint, and all tests (some start a real vLLM and a pri
 	$(PY) -m pytest -m "not patient" tests/integration
 
 test-fast: venv  ## The unit tests: no Slurm, no vLLM, one process each
-	$(PY) -m pytest -n 2 --dist loadfile tests/unit
+	$(PY) -m pytest -n 2 --dist worksteal tests/unit
 
 test-parts: venv  ## Unit and contract tests: no Slurm, no vLLM
 	$(PY) -m pytest -n 2 --dist loadfile tests/unit tests/contract
