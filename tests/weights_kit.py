@@ -20,7 +20,7 @@ from stages.rundir import RunDir
 from stages.weights.apply import pending_request, write_loaded, write_nack, write_prepared
 from stages.weights.instances import InstanceStatus, write_status
 from stages.weights.manifest import Manifest, Probe
-from stages.weights.publish import publish
+from stages.weights.publish import Publisher, publish
 from stages.weights.ranks import RankGroup
 from stages.weights.records import Loaded, Nack, Prepared, Proof
 from stages.weights.tensors import LocalTensor
@@ -65,6 +65,12 @@ def make_source(folder: Path) -> Path:
     (folder / "tokenizer.json").write_text('{"model": "none"}')
     (folder / "README.md").write_text("not taken over")
     return folder
+
+
+def make_publisher(run: RunDir, ranks: RankGroup | None = None, **options: Any) -> Publisher:
+    """With a model folder beside the run; float32 unless told."""
+    chosen = WeightsConfig(**{"dtype": "float32", **options})
+    return Publisher(run, source_folder=make_source(run.root.parent / "source"), options=chosen, ranks=ranks)
 
 
 def small_tensors(seed: int = 0) -> dict[str, torch.Tensor]:

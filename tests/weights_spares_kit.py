@@ -5,21 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from conf.sections import WeightsConfig
 from stages.context import StageContext
 from stages.rundir import RunDir
 from stages.weights.collect import collect
 from stages.weights.manifest import Manifest
 from stages.weights.publish import Publisher
-from stages.weights.ranks import RankGroup
 from stages.weights.reader import load_manifest, read_verified, verify
 from stages.weights.tensors import LocalTensor
-from tests.weights_kit import PROBE, as_writer, make_context, make_source, small_tensors
+from tests.weights_kit import PROBE, as_writer, make_context, make_publisher, small_tensors
 
 FILE = "model.safetensors"
 
@@ -43,11 +40,6 @@ def context(run: RunDir) -> StageContext:
 def publisher(run: RunDir) -> Iterator[Publisher]:
     with make_publisher(run) as made:
         yield made
-
-
-def make_publisher(run: RunDir, ranks: RankGroup | None = None, **options: Any) -> Publisher:
-    chosen = WeightsConfig(**{"dtype": "float32", **options})
-    return Publisher(run, source_folder=make_source(run.root.parent / "source"), options=chosen, ranks=ranks)
 
 
 def publish(publisher: Publisher, version: int, tensors: dict[str, torch.Tensor] | None = None) -> Manifest:

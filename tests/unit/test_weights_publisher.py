@@ -8,12 +8,10 @@ import threading
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from conf.sections import WeightsConfig
 from stages.rundir import RunDir
 from stages.weights.errors import NoSpaceError, PublishError
 from stages.weights.manifest import Manifest
@@ -22,7 +20,7 @@ from stages.weights.ranks import RankGroup
 from stages.weights.reader import load_manifest, read_verified, verify
 from stages.weights.snapshot import Piece
 from stages.weights.tensors import LocalTensor
-from tests.weights_kit import PROBE, make_source, run_ranks, small_tensors
+from tests.weights_kit import PROBE, make_publisher, run_ranks, small_tensors
 
 
 @pytest.fixture
@@ -34,11 +32,6 @@ def run(tmp_path: Path) -> RunDir:
 def publisher(run: RunDir) -> Iterator[Publisher]:
     with make_publisher(run) as made:
         yield made
-
-
-def make_publisher(run: RunDir, ranks: RankGroup | None = None, **options: Any) -> Publisher:
-    chosen = WeightsConfig(**{"dtype": "float32", **options})
-    return Publisher(run, source_folder=make_source(run.root.parent / "source"), options=chosen, ranks=ranks)
 
 
 def whole(tensors: dict[str, torch.Tensor]) -> list[LocalTensor]:

@@ -19,13 +19,12 @@ from stages.weights.filesystems import is_quicker_written_over
 from stages.weights.publish import Publisher
 from stages.weights.ranks import RankGroup
 from tests.faulty_files import Failing, FaultyFiles
-from tests.weights_kit import as_writer, make_context, register, run_ranks, small_tensors
+from tests.weights_kit import as_writer, make_context, make_publisher, register, run_ranks, small_tensors
 from tests.weights_spares_kit import (
     FILE,
     assert_published,
     context,
     inode,
-    make_publisher,
     on_any_filesystem,
     publish,
     publisher,
