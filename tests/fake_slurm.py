@@ -13,6 +13,7 @@ from launch import truth
 from launch.runs import Folder
 from launch.slurm import SlurmCommandError
 from stages.rundir import RunDir
+from tests.made_runs import made
 
 SQUEUE_UNKNOWN = "squeue failed (1): slurm_load_jobs error: Invalid job id specified"
 SACCT_OFF = "sacct failed (1): Slurm accounting storage is disabled"
@@ -123,3 +124,12 @@ def beating(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(Folder, "record", record)
+
+
+@pytest.fixture
+def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm_in_memory: FakeSlurm) -> RunDir:
+    """A run whose job and supervisor live."""
+    run = made(tmp_path / "run", "running")
+    slurm_in_memory.jobs[41] = Job("RUNNING", nodes="node0")
+    beating(run, monkeypatch)
+    return run

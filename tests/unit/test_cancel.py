@@ -19,10 +19,10 @@ from launch.runs import NotARunError
 from launch.truth import tell_one
 from stages.rundir import FencedError, RunDir
 from stages.stopping import StopRequest, write_stop_request
-from tests.fake_slurm import FakeSlurm, Job, beating, short_looks, slurm_in_memory
+from tests.fake_slurm import FakeSlurm, Job, running, short_looks, slurm_in_memory
 from tests.made_runs import CAUSE, another_attempt, made, new_run, saved, says, submitted, take_away
 
-__all__ = ["short_looks", "slurm_in_memory"]
+__all__ = ["running", "short_looks", "slurm_in_memory"]
 pytestmark = pytest.mark.usefixtures("slurm_in_memory", "short_looks")
 
 CANCELLED = {"step": "supervisor", "kind": "cancelled", "message": "the run was cancelled by ada", "exit_code": 143}
@@ -38,14 +38,6 @@ class Ended:
     def __call__(self, _seconds: float) -> None:
         if self._events:
             self._events.pop(0)()
-
-
-@pytest.fixture
-def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm_in_memory: FakeSlurm) -> RunDir:
-    run = made(tmp_path / "run", "running")
-    slurm_in_memory.jobs[41] = Job("RUNNING", nodes="node0")
-    beating(run, monkeypatch)
-    return run
 
 
 def said_by(run: RunDir, *, checkpoint: bool, events: list[Callable[[], object]]) -> tuple[str, list[str]]:

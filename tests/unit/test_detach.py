@@ -14,19 +14,11 @@ from launch import detach
 from launch.cancel_request import CancelRequest, me, read_cancel_request
 from launch.errors import InterruptedRunError
 from stages.rundir import RunDir
-from tests.fake_slurm import FakeSlurm, Job, beating, short_looks, slurm_in_memory
+from tests.fake_slurm import running, short_looks, slurm_in_memory
 from tests.made_runs import made
 
-__all__ = ["short_looks", "slurm_in_memory"]
+__all__ = ["running", "short_looks", "slurm_in_memory"]
 pytestmark = pytest.mark.usefixtures("slurm_in_memory", "short_looks")
-
-
-@pytest.fixture
-def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm_in_memory: FakeSlurm) -> RunDir:
-    run = made(tmp_path / "run", "running")
-    slurm_in_memory.jobs[41] = Job("RUNNING", nodes="node0")
-    beating(run, monkeypatch)
-    return run
 
 
 @pytest.fixture(autouse=True)
