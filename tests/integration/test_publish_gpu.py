@@ -15,6 +15,7 @@ from stages.rundir import RunDir
 from stages.weights.publish import Publisher
 from stages.weights.reader import load_manifest, read_verified
 from stages.weights.tensors import LocalTensor
+from stages.weights.versions import read_version
 from tests.weights_kit import PROBE, make_source
 
 pytestmark = pytest.mark.gpu
@@ -46,3 +47,27 @@ def test_parameters_of_a_gpu_may_change_once_begin_has_returned(tmp_path: Path, 
                 assert read[name].shape == (3000, 6000)
                 assert bool((read[name] == version + number / 8).all())
     assert publication.report.peak_extra_host_bytes < 1.5 * manifest.weight_bytes + (64 << 20)
+
+
+def test_a_delta_of_a_gpus_parameters_is_read_as_what_they_were(tmp_path: Path) -> None:
+    """The version before stays in the pinned buffer that the next one does not use."""
+    run = RunDir.create(tmp_path / "run")
+    device = torch.device("cuda", 0)
+    options = WeightsConfig(dtype="bfloat16", delta="sparse")
+    parameters = {f"t{i}": torch.randn(6000, 3000, device=device) for i in range(4)}
+    source = make_source(tmp_path / "source")
+
+    with Publisher(run, source_folder=source, options=options, device=device) as publisher:
+        for version in range(4):
+            for parameter in parameters.values():
+                parameter[:: 100 + version] += 1.0
+            wanted = {name: parameter.bfloat16().cpu() for name, parameter in parameters.items()}
+            owned = (LocalTensor.whole(name, parameter) for name, parameter in parameters.items())
+            publication = publisher.begin(version, version, owned, PROBE)
+            for parameter in parameters.values():
+                parameter[:: 7 + version] -= 1.0
+            manifest = publication.finish()
+
+            assert (manifest.delta is not None) == (version > 0)
+            read = read_version(run, load_manifest(run, version, manifest.digest))
+            assert all(torch.equal(read[name], tensor) for name, tensor in wanted.items())
