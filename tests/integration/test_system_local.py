@@ -180,8 +180,7 @@ def flip_last_byte(path: Path) -> None:
 def test_one_flipped_byte_is_refused_by_name_and_the_run_says_so(tmp_path: Path) -> None:
     with launched(tmp_path / "run", "total_steps=1000", "launch.evaluate=false") as run:
         run.wait_for_step(0)
-        agent = int(run.record("instances/rollout_000.json")["agent_pid"])
-        os.kill(agent, signal.SIGSTOP)
+        agent = run.wait_until("an agent that rests", lambda: agent_stopped_at_rest(run))
         version = run.wait_until("a request that nobody answers", lambda: unanswered_version(run))
         flip_last_byte(run.run_dir / f"weights/v{version:06d}/model.safetensors")
 
@@ -194,7 +193,20 @@ def test_one_flipped_byte_is_refused_by_name_and_the_run_says_so(tmp_path: Path)
         run.assert_nothing_is_left()
 
 
+def agent_stopped_at_rest(run: SystemRun) -> int | None:
+    """Stopped in the middle of a refresh it would be missed, and replaced, before the next request."""
+    agent = int(run.instance("rollout_000")["agent_pid"])
+    os.kill(agent, signal.SIGSTOP)
+    if RunDir.open(run.run_dir, writer="test").ack_json(newest_request(run), "rollout_000", "loaded").exists():
+        return agent
+    os.kill(agent, signal.SIGCONT)
+    return None
+
+
+def newest_request(run: SystemRun) -> int:
+    return max(int(name[1:7]) for name in list_names(run.run_dir / "control/requests"))
+
+
 def unanswered_version(run: SystemRun) -> int | None:
-    newest = max(int(name[1:7]) for name in list_names(run.run_dir / "control/requests"))
-    answered = list_names(run.run_dir / f"control/acks/v{newest:06d}")
-    return newest if not answered else None
+    newest = newest_request(run)
+    return None if list_names(run.run_dir / f"control/acks/v{newest:06d}") else newest
