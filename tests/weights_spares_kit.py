@@ -21,9 +21,12 @@ from tests.weights_kit import PROBE, as_writer, make_context, make_publisher, sm
 FILE = "model.safetensors"
 
 
-@pytest.fixture(autouse=True)
-def on_any_filesystem(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[False, True], ids=["written", "mapped"])
+def on_any_filesystem(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Do copies end in mapped files, as they do in memory?"""
     monkeypatch.setattr("stages.weights.spares.is_quicker_written_over", lambda folder: True)
+    monkeypatch.setattr("stages.weights.publish.lies_in_memory", lambda folder: request.param)
+    return bool(request.param)
 
 
 @pytest.fixture

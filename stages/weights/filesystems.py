@@ -40,6 +40,11 @@ def is_quicker_written_over(folder: Path) -> bool:
     return LOCAL.get(filesystem_magic(folder)) in _QUICKER_WRITTEN_OVER
 
 
+def lies_in_memory(folder: Path) -> bool:
+    """Are files in `folder` memory of this host, and nothing else?"""
+    return LOCAL.get(filesystem_magic(folder)) == "tmpfs"
+
+
 def filesystem_magic(path: Path) -> int:
     """f_type of statfs(2), which Python's os.statvfs leaves out. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)

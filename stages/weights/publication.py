@@ -7,22 +7,34 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from stages.publication import Publication as FolderPublication
 from stages.weights import spares
+from stages.weights.boxes import runs
 from stages.weights.collect import sweep_leftovers
 from stages.weights.delta_chain import is_worth_it
 from stages.weights.delta_entry import DeltaEntry, DeltaPart
 from stages.weights.encoder import Payloads, RankEncoder, Snapshot
 from stages.weights.errors import NoSpaceError, PublishError
 from stages.weights.hf_folder import CONFIG_FILE
-from stages.weights.layout import INDEX_FILE, Offer, Slice
-from stages.weights.manifest import FileEntry, Manifest, Part, Probe, TensorEntry, model_config_digest, xxh3_128
+from stages.weights.layout import INDEX_FILE, Layout, Offer, Slice
+from stages.weights.manifest import (
+    DTYPE_BYTES,
+    FileEntry,
+    Manifest,
+    Part,
+    Probe,
+    TensorEntry,
+    model_config_digest,
+    xxh3_128,
+)
 from stages.weights.parallel import thread_count
 from stages.weights.ranks import agree
 from stages.weights.snapshot import Copy, Piece, pieces
@@ -122,6 +134,8 @@ class Publication:
 
     def _open(self, tensors: Iterable[LocalTensor], lend: bool) -> _Opening:
         """Begin all copies, describe what this rank owns; rank 0 makes the temporary folder."""
+        if self._publisher.copies_into_files(lend=lend):
+            return self._open_with_copies_in_files(tensors)
         coming = iter(tensors)
         try:
             slices = self._copy(coming, lend)
@@ -129,8 +143,25 @@ class Publication:
             deque(coming, maxlen=0)  # other ranks may need this one's part to make theirs
             raise
         base = "" if self._in_full or lend else self._publisher.base_digest
-        offer = Offer(socket.gethostname(), tuple(slices), self._publisher.threads)
-        return _Opening(offer, self._make_folder() if self._is_first else "", base)
+        return _Opening(self._offer(slices), self._make_folder() if self._is_first else "", base)
+
+    def _open_with_copies_in_files(self, tensors: Iterable[LocalTensor]) -> _Opening:
+        """The only rank: what it owns decides where everything goes."""
+        publisher = self._publisher
+        with publisher.copier.copying():
+            owned = list(tensors)
+            offer = self._offer([local.slice(publisher.dtype) for local in owned])
+            layout = publisher.layout([offer])
+            folder = self._make_folder()
+            with space_checked(self._run.weights, layout.total_bytes):
+                spares.fit(Path(folder), layout.sizes)
+                files = publisher.mapped_files.memory(Path(folder), layout.sizes, publisher.threads)
+            for piece in (piece for local in owned for piece in pieces(local, publisher.dtype)):
+                self._copies.append((piece, publisher.copier.copy(piece, _place_of(piece, layout, files))))
+        return _Opening(offer, folder, "")
+
+    def _offer(self, slices: Sequence[Slice]) -> Offer:
+        return Offer(socket.gethostname(), tuple(slices), self._publisher.threads)
 
     def _copy(self, tensors: Iterator[LocalTensor], lend: bool) -> list[Slice]:
         copier, slices = self._publisher.copier, []
@@ -149,7 +180,9 @@ class Publication:
         sweep_leftovers(run, run.weights)
         with space_checked(run.weights, 0):
             self._folder = self._stack.enter_context(run.publishing(final))
-        reused_bytes = 0 if self._publisher.keeps_snapshots else spares.take(run, self._folder.path)
+        mapped = self._publisher.mapped_files
+        mapped.forget_unnamed()
+        reused_bytes = 0 if self._publisher.keeps_snapshots else spares.take(run, self._folder.path, mapped)
         self._available_bytes = available_bytes(run.weights) + reused_bytes  # now, before any rank takes of it
         return str(self._folder.path)
 
@@ -329,3 +362,13 @@ class Publication:
         self._copies = []
         self._base = self._payloads = None
         self._stack.close()
+
+
+def _place_of(piece: Piece, layout: Layout, files: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Where the piece lies in its file, uint8[piece.num_bytes]; None when it lies there in several stretches."""
+    place = layout.tensors[piece.name]
+    length, offsets = runs(piece.box, piece.full_shape, DTYPE_BYTES[piece.dtype])
+    if length != piece.num_bytes:
+        return None
+    begin = place.offset + next(offsets, 0)
+    return files[place.file][begin : begin + length]

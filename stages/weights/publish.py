@@ -14,10 +14,11 @@ from stages.rundir import RunDir
 from stages.weights import spares
 from stages.weights.delta_chain import MOST_LINKS
 from stages.weights.encoder import Snapshot
-from stages.weights.filesystems import flushes_data
+from stages.weights.filesystems import flushes_data, lies_in_memory
 from stages.weights.hf_folder import small_files
 from stages.weights.layout import Layout, Offer, plan_layout
 from stages.weights.manifest import Manifest, Probe
+from stages.weights.mapped_files import MappedFiles
 from stages.weights.parallel import thread_count
 from stages.weights.publication import Publication
 from stages.weights.ranks import RankGroup, SingleRank
@@ -59,7 +60,8 @@ class Publisher:
 
     All ranks of `ranks` call it alike. The group must be used for nothing else while a publication is under way.
     Extra host memory is one copy of what the rank owns, in the published format; with weights.delta=sparse two, of this version
-    and of the one before, and what differs.
+    and of the one before, and what differs. A trainer of one rank that publishes into memory (tmpfs), in full, needs none: its
+    copies end in the files themselves.
     """
 
     options: WeightsConfig
@@ -83,6 +85,7 @@ class Publisher:
         self.threads = thread_count(options.io_threads)
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="weights")
         self.copier = Copier(device or torch.device("cpu"), self.pool)
+        self.mapped_files = MappedFiles(device or torch.device("cpu"))
         self._source = source_folder
         self._tokenizer = tokenizer_folder
         self._current: Publication | None = None
@@ -131,6 +134,11 @@ class Publisher:
     def keeps_snapshots(self) -> bool:
         return self.options.delta == "sparse"
 
+    def copies_into_files(self, *, lend: bool) -> bool:
+        """Does a version's snapshot lie in its files from the start? See `stages.weights.mapped_files`."""
+        is_copied = not lend or self.copier.is_cuda
+        return is_copied and self.ranks.size == 1 and not self.keeps_snapshots and lies_in_memory(self.run.weights)
+
     @property
     def base_digest(self) -> str:
         """Of the version before, when this rank has its bytes; else empty."""
@@ -154,6 +162,7 @@ class Publisher:
         if self._current is not None:
             self._current.close()
         self.pool.shutdown()
+        self.mapped_files.close()
         if self.ranks.rank == 0:
             spares.drop(self.run)
 

@@ -35,6 +35,10 @@ class Piece:
     def num_bytes(self) -> int:
         return self.box.elements * DTYPE_BYTES[self.dtype]
 
+    def shaped(self, memory: torch.Tensor) -> torch.Tensor:
+        """`memory` (uint8[num_bytes]) in the published format and shape."""
+        return memory.view(TORCH_DTYPES[self.dtype]).view(self.box.shape)
+
     def converted(self) -> torch.Tensor:
         """Contiguous and in the published format, on the tensor's device; the live memory itself where it is that already."""
         return self.tensor.to(TORCH_DTYPES[self.dtype]).contiguous()
@@ -49,10 +53,16 @@ def pieces(local: LocalTensor, dtype: str) -> Iterator[Piece]:
 
 
 class Copy(Protocol):
-    """A piece on its way into host memory. `converted_bytes` is what `bytes` allocates."""
+    """A piece on its way into host memory. `converted_bytes` is what `bytes` allocates.
+
+    `in_file`: that memory is its place in the version's file.
+    """
 
     @property
     def converted_bytes(self) -> int: ...
+
+    @property
+    def in_file(self) -> bool: ...
 
     def bytes(self) -> Bytes:
         """Waits until it is there, uint8[n]."""
@@ -90,16 +100,13 @@ class HostBuffers:
         self._segments.append(torch.empty(max(grown, num_bytes), dtype=torch.uint8, pin_memory=self._pinned))
         return self.take(num_bytes)
 
-    def take_for(self, piece: Piece) -> torch.Tensor:
-        """Memory for a piece, in its published format and shape."""
-        return self.take(piece.num_bytes).view(TORCH_DTYPES[piece.dtype]).view(piece.box.shape)
-
 
 @dataclass(frozen=True)
 class _Lent:
     """No copy at all: the tensor stays as it is until it is written."""
 
     piece: Piece
+    in_file: bool = False
 
     @property
     def converted_bytes(self) -> int:
@@ -117,6 +124,7 @@ class _Filling:
 
     target: torch.Tensor
     done: Future[object]
+    in_file: bool
     converted_bytes: int = 0
 
     def bytes(self) -> Bytes:
@@ -130,6 +138,7 @@ class _Arriving:
 
     target: torch.Tensor
     arrived: torch.cuda.Event
+    in_file: bool
     converted_bytes: int = 0
 
     def bytes(self) -> Bytes:
@@ -153,6 +162,10 @@ class Copier:
         self._kept: HostBuffers | None = None
 
     @property
+    def is_cuda(self) -> bool:
+        return self._stream is not None
+
+    @property
     def allocated_bytes(self) -> int:
         return self.buffers.allocated_bytes + (0 if self._kept is None else self._kept.allocated_bytes)
 
@@ -173,19 +186,22 @@ class Copier:
         with torch.cuda.stream(self._stream):
             yield
 
-    def copy(self, piece: Piece) -> Copy:
-        """Inside `copying`. The copy is complete when its `bytes` returns."""
-        target = self.buffers.take_for(piece)
+    def copy(self, piece: Piece, place: torch.Tensor | None = None) -> Copy:
+        """Inside `copying`. The copy is complete when its `bytes` returns.
+
+        `place` is its memory in the version's file, uint8[piece.num_bytes], pinned for a GPU.
+        """
+        target = piece.shaped(self.buffers.take(piece.num_bytes) if place is None else place)
         if not piece.tensor.is_cuda:
             self._fillings.append(self._pool.submit(target.copy_, piece.tensor))
-            return _Filling(target, self._fillings[-1])
+            return _Filling(target, self._fillings[-1], place is not None)
         assert self._stream is not None, "the publisher of a CUDA tensor needs its device"
         target.copy_(piece.converted(), non_blocking=True)
         arrived = torch.cuda.Event(
             blocking=True
         )  # those who wait sleep, instead of keeping a processor from the writers
         arrived.record(self._stream)
-        return _Arriving(target, arrived)
+        return _Arriving(target, arrived, place is not None)
 
     def lend(self, piece: Piece) -> Copy:
         """As `copy`, for a caller who leaves the tensor alone until it is written: host memory is not copied."""

@@ -19,11 +19,12 @@ import shutil
 import signal
 import stat
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from stages.rundir import RunDir
 from stages.weights.filesystems import is_quicker_written_over
+from stages.weights.mapped_files import MappedFiles
 
 _SPARE = re.compile(r"^\.v\d{6,}\.spare-(?P<attempt>\d+)-[0-9a-f]+$")
 _BLOCK_BYTES = 512  # of st_blocks, stat(2)
@@ -41,10 +42,10 @@ def keep(run: RunDir, collected: Path) -> bool:
     return True
 
 
-def take(run: RunDir, target: Path) -> int:
+def take(run: RunDir, target: Path, mapped: MappedFiles) -> int:
     """Move the weight files that may be written over into the folder `target`, and delete what is left of the spare.
 
-    Returns the bytes that they hold on the filesystem. `fit` makes them those of a layout.
+    Returns the bytes that they hold on the filesystem. `fit` makes them those of a layout. `mapped` are those of this process.
     """
     held_bytes = 0
     for spare in _spares(run):
@@ -53,7 +54,7 @@ def take(run: RunDir, target: Path) -> int:
                 if name.endswith(".safetensors") and stat.S_ISREG(os.lstat(spare / name).st_mode):
                     # First out of the folder, then the question who uses it: a search for its old name may be under way.
                     os.rename(spare / name, target / name)
-                    held_bytes += _claimed_bytes(target / name)
+                    held_bytes += _claimed_bytes(target / name, mapped)
     drop(run)
     return held_bytes
 
@@ -79,19 +80,20 @@ def _spares(run: RunDir) -> list[Path]:
     return [run.weights / name for name, match in found if match and int(match["attempt"]) == run.attempt]
 
 
-def _claimed_bytes(path: Path) -> int:
+def _claimed_bytes(path: Path, mapped: MappedFiles) -> int:
     """Bytes of a file that nobody else can see; else 0, and the name is gone."""
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except PermissionError:  # somebody protects it
-        path.unlink()
-        return 0
-    try:
+    with ExitStack() as stack:
+        fd = mapped.descriptor(path.lstat())
+        try:
+            if fd is None:
+                fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                stack.callback(os.close, fd)
+        except PermissionError:  # somebody protects it
+            path.unlink()
+            return 0
         status = os.fstat(fd)
         if status.st_nlink == 1 and _is_alone(fd):
             return status.st_blocks * _BLOCK_BYTES
-    finally:
-        os.close(fd)
     path.unlink()
     return 0
 

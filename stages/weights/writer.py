@@ -16,7 +16,7 @@ import xxhash
 from stages.weights.boxes import runs
 from stages.weights.errors import NoSpaceError
 from stages.weights.layout import Layout, Placement
-from stages.weights.manifest import DTYPE_BYTES, Part
+from stages.weights.manifest import DTYPE_BYTES, Part, xxh3_128
 from stages.weights.parallel import Lanes, map_threads
 from stages.weights.snapshot import Copy, Piece
 
@@ -57,8 +57,13 @@ class RankWriter:
             [
                 *((name, len(data), partial(_write_beginning, self._fds[name], data)) for name, data in whole.items()),
                 *(
-                    (place.file, piece.num_bytes, partial(_write_piece, self._fds[place.file], place, piece, copy))
-                    for piece, copy in copies
+                    # Where nothing is written, nobody waits for another who writes to the file.
+                    (
+                        number if copy.in_file else place.file,
+                        piece.num_bytes,
+                        partial(_write_piece, self._fds[place.file], place, piece, copy),
+                    )
+                    for number, (piece, copy) in enumerate(copies)
                     for place in (places[piece.name],)
                 ),
             ]
@@ -100,6 +105,8 @@ def _write_beginning(fd: int, data: bytes) -> Written:
 
 def _write_piece(fd: int, place: Placement, piece: Piece, copy: Copy) -> Written:
     view = copy.bytes().data
+    if copy.in_file:
+        return [(piece.name, Part(piece.box.start, piece.box.shape, xxh3_128(view)))]
     hasher = xxhash.xxh3_128()
     length, offsets = runs(piece.box, piece.full_shape, DTYPE_BYTES[piece.dtype])
     for number, offset in enumerate(offsets):

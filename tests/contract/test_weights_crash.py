@@ -12,16 +12,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from conf.sections import WeightsConfig
 from stages.context import StageContext
 from stages.rundir import RunDir
 from stages.weights.collect import collect
 from stages.weights.manifest import Manifest
+from stages.weights.publish import Publisher
 from stages.weights.reader import load_manifest, verify
 from stages.weights.refresh import request_refresh
-from tests.weights_kit import INSTANCES, Answers, make_context, make_source, publish_full, register, small_tensors
+from stages.weights.tensors import LocalTensor
+from tests.weights_kit import (
+    INSTANCES,
+    PROBE,
+    Answers,
+    make_context,
+    make_source,
+    publish_full,
+    register,
+    small_tensors,
+)
 
-OPERATIONS = ("open", "mkdir", "pwrite", "fsync", "close", "rename", "replace", "unlink", "rmdir")
+OPERATIONS = (
+    *("open", "mkdir", "pwrite", "fsync", "close", "rename", "replace", "unlink", "rmdir"),
+    *("truncate", "ftruncate", "posix_fallocate"),
+)
 
 
 class AnsweringInstances(threading.Event):
@@ -41,13 +57,20 @@ def exchange(run: RunDir, source: Path, *, again: bool = False) -> None:
     """All that the trainer writes for version 3; and, `again`, for version 4, over the files of one that was collected."""
     context: StageContext = make_context(run)
     context.config.weights.refresh_timeout_s = 20
-    manifest = publish_full(run, 3, small_tensors(run.attempt), source=source)
-    context.stop = AnsweringInstances(run, manifest)
-    request_refresh(context, manifest, INSTANCES, publish_s=0.0)
-    collect(context)
-    if again:
-        publish_full(run, 4, small_tensors(run.attempt + 10), source=source)
+    with Publisher(run, source_folder=source, options=WeightsConfig(dtype="float32")) as publisher:
+        manifest = publish(publisher, 3, small_tensors(run.attempt))
+        context.stop = AnsweringInstances(run, manifest)
+        request_refresh(context, manifest, INSTANCES, publish_s=0.0)
         collect(context)
+        if again:
+            publish(publisher, 4, small_tensors(run.attempt + 10))
+    if again:
+        collect(context)
+
+
+def publish(publisher: Publisher, version: int, tensors: dict[str, torch.Tensor]) -> Manifest:
+    whole = [LocalTensor.whole(name, tensor) for name, tensor in tensors.items()]
+    return publisher.begin(version, version, whole, PROBE).finish()
 
 
 def kill_before_operation(number: int) -> None:
@@ -100,14 +123,16 @@ def check_what_others_see(run: RunDir, *, replaced: bool) -> None:
         assert all(run.read(run.ack_json(3, name, "loaded")) for name in INSTANCES)
 
 
+@pytest.mark.parametrize("mapped", [False, True], ids=["written", "mapped"])
 @pytest.mark.parametrize(
     ("replaced", "again"),
     [(False, False), (True, False), (False, True)],
     ids=["new version", "version left by an older attempt", "over the files of a version that was collected"],
 )
 def test_a_trainer_killed_at_any_file_operation_leaves_only_whole_versions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool, again: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool, again: bool, mapped: bool
 ) -> None:
+    monkeypatch.setattr("stages.weights.publish.lies_in_memory", lambda folder: mapped)
     monkeypatch.setattr("stages.weights.spares.is_quicker_written_over", lambda folder: again)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # still a place to die at; a kill loses nothing that was written
     source = make_source(tmp_path / "source")

@@ -16,6 +16,7 @@ from stages.weights import spares
 from stages.weights.collect import collect, sweep_leftovers
 from stages.weights.errors import NoSpaceError
 from stages.weights.filesystems import is_quicker_written_over
+from stages.weights.mapped_files import MappedFiles
 from stages.weights.publish import Publisher
 from stages.weights.ranks import RankGroup
 from tests.faulty_files import Failing, FaultyFiles
@@ -191,7 +192,7 @@ def test_the_next_attempt_removes_it_and_does_not_write_over_it(run: RunDir, tmp
     target = tmp_path / "target"
     target.mkdir()
 
-    assert spares.take(later, target) == 0
+    assert spares.take(later, target, MappedFiles(torch.device("cpu"))) == 0
     assert os.listdir(target) == []
     (name,) = spare_names(run)
     assert sweep_leftovers(later, run.weights) == (name,)

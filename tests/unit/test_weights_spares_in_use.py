@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from stages.rundir import RunDir
 from stages.weights import spares
 from stages.weights.collect import collect
 from stages.weights.errors import DigestMismatchError
+from stages.weights.mapped_files import MappedFiles
 from stages.weights.publish import Publisher
 from stages.weights.reader import read_verified
 from tests.faulty_files import FaultyFiles, Torn
@@ -113,7 +115,7 @@ def test_where_the_kernel_cannot_tell_nothing_is_written_over(
     real = fcntl.fcntl
     monkeypatch.setattr(fcntl, "fcntl", without_leases)
 
-    assert spares.take(run, target) == 0
+    assert spares.take(run, target, MappedFiles(torch.device("cpu"))) == 0
     assert os.listdir(target) == spare_names(run) == []
 
 
@@ -156,8 +158,12 @@ def test_links_and_folders_among_the_files_are_not_taken(run: RunDir, publisher:
     assert_published(run, 4, small_tensors(4))
 
 
-def test_bytes_that_were_not_stored_are_found_out_over_an_old_version_too(run: RunDir, publisher: Publisher) -> None:
+def test_bytes_that_were_not_stored_are_found_out_over_an_old_version_too(
+    run: RunDir, publisher: Publisher, on_any_filesystem: bool
+) -> None:
     """The place holds bytes of a whole older version, the same number of them."""
+    if on_any_filesystem:
+        pytest.skip("what is copied into memory is not stored later")
     with_spare(publisher)
 
     header, tensor = (Torn(f"weights/.v000004.tmp-*/{FILE}", keep) for keep in (10**6, 2))
