@@ -62,9 +62,14 @@ class _Mapped:
 
 
 class MappedFiles:
-    """`device` is where the copies come from."""
+    """`device` is where the copies come from. With `makes_files` files are made and mapped, else only those that are there.
+
+    For a GPU files are made: buffers in host memory instead would have to be pinned too, which takes longer. Elsewhere it is
+    quicker to write a new file than to fill a mapped one, whose pages the kernel clears first.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self.makes_files = device.type == "cuda"
         self._device = device
         self._held: dict[Identity, _Mapped] = {}
 
@@ -74,11 +79,11 @@ class MappedFiles:
         return None if held is None else held.fd
 
     def memory(self, folder: Path, sizes: Mapping[str, int], threads: int) -> dict[str, torch.Tensor]:
-        """The files of these names and lengths (bytes) in `folder`, each as uint8[length]; made, or cut, where they are not so.
+        """Files of these names and lengths (bytes) in `folder`, each as uint8[length].
 
         Raises OSError when the filesystem is full, RuntimeError when pages cannot be pinned.
         """
-        names = list(sizes)
+        names = [name for name, size in sizes.items() if self.makes_files or _has_length(folder / name, size)]
         held = map_threads(lambda name: self._hold(folder / name, sizes[name]), names, threads)
         return {name: each.memory for name, each in zip(names, held, strict=True)}
 
@@ -110,3 +115,10 @@ class MappedFiles:
             os.close(fd)
             raise
         return self._held[key]
+
+
+def _has_length(path: Path, num_bytes: int) -> bool:
+    try:
+        return path.lstat().st_size == num_bytes
+    except FileNotFoundError:
+        return False

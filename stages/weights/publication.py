@@ -155,7 +155,7 @@ class Publication:
             folder = self._make_folder()
             with space_checked(self._run.weights, layout.total_bytes):
                 spares.fit(Path(folder), layout.sizes)
-                files = publisher.mapped_files.memory(Path(folder), layout.sizes, publisher.threads)
+                files = publisher.map_files(Path(folder), layout.sizes)
             for piece in (piece for local in owned for piece in pieces(local, publisher.dtype)):
                 self._copies.append((piece, publisher.copier.copy(piece, _place_of(piece, layout, files))))
         return _Opening(offer, folder, "")
@@ -365,10 +365,10 @@ class Publication:
 
 
 def _place_of(piece: Piece, layout: Layout, files: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Where the piece lies in its file, uint8[piece.num_bytes]; None when it lies there in several stretches."""
+    """Where the piece lies in its file, uint8[piece.num_bytes]; None when that is not mapped, or it lies there in stretches."""
     place = layout.tensors[piece.name]
     length, offsets = runs(piece.box, piece.full_shape, DTYPE_BYTES[piece.dtype])
-    if length != piece.num_bytes:
+    if place.file not in files or length != piece.num_bytes:
         return None
     begin = place.offset + next(offsets, 0)
     return files[place.file][begin : begin + length]

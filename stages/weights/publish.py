@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -91,6 +91,7 @@ class Publisher:
         self._current: Publication | None = None
         self._planned: tuple[list[Offer], Layout] | None = None
         self._before: Snapshot | None = None
+        self._cannot_pin = False
 
     def __enter__(self) -> Publisher:
         return self
@@ -137,7 +138,18 @@ class Publisher:
     def copies_into_files(self, *, lend: bool) -> bool:
         """Does a version's snapshot lie in its files from the start? See `stages.weights.mapped_files`."""
         is_copied = not lend or self.copier.is_cuda
-        return is_copied and self.ranks.size == 1 and not self.keeps_snapshots and lies_in_memory(self.run.weights)
+        is_possible = self.ranks.size == 1 and not self.keeps_snapshots and not self._cannot_pin
+        return is_copied and is_possible and lies_in_memory(self.run.weights)
+
+    def map_files(self, folder: Path, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """As `MappedFiles.memory`; none, now and later, where the driver refuses to pin files: then copies go to host buffers."""
+        try:
+            return self.mapped_files.memory(folder, sizes, self.threads)
+        except torch.cuda.CudaError as problem:
+            print(f"weights are published through host buffers, because files cannot be pinned: {problem}", flush=True)
+            self.mapped_files.close()
+            self._cannot_pin = True
+            return {}
 
     @property
     def base_digest(self) -> str:

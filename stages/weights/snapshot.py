@@ -83,7 +83,8 @@ class HostBuffers:
         return sum(segment.numel() for segment in self._segments)
 
     def clear(self) -> None:
-        """Everything taken so far may be taken again."""
+        """Everything taken since the last time may be taken again; what was not needed then is given back."""
+        del self._segments[self._segment + (self._used_bytes > 0) :]
         self._segment = self._used_bytes = 0
 
     def take(self, num_bytes: int) -> torch.Tensor:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,26 +14,41 @@ import torch
 
 from conf.sections import WeightsConfig
 from stages.rundir import RunDir
+from stages.weights.collect import collect
+from stages.weights.filesystems import lies_in_memory
 from stages.weights.publish import Publisher
 from stages.weights.reader import load_manifest, read_verified
 from stages.weights.tensors import LocalTensor
 from stages.weights.versions import read_version
-from tests.weights_kit import PROBE, make_source
+from tests.weights_kit import PROBE, as_writer, make_context, make_source
 
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(params=["disk", "memory"])
+def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    if request.param == "disk":
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        yield Path(memory)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_parameters_of_a_gpu_may_change_once_begin_has_returned(tmp_path: Path, dtype: str) -> None:
-    """The step before is still in the queue of the device when the snapshot begins; the step after overwrites it."""
-    run = RunDir.create(tmp_path / "run")
+def test_parameters_of_a_gpu_may_change_once_begin_has_returned(folder: Path, tmp_path: Path, dtype: str) -> None:
+    """The step before is still in the queue of the device when the snapshot begins; the step after overwrites it.
+
+    In memory, versions from the fourth on are copied over the files of old ones, which stay mapped and pinned.
+    """
+    run = as_writer(RunDir.create(folder / "run"), "trainer")
+    in_memory = lies_in_memory(folder)
     device = torch.device("cuda", 0)
     options = WeightsConfig(dtype=dtype)
     parameters = {f"t{i}": torch.zeros(6000, 3000, device=device, dtype=torch.float32) for i in range(4)}
     matrix = torch.randn(4096, 4096, device=device)
 
     with Publisher(run, source_folder=make_source(tmp_path / "source"), options=options, device=device) as publisher:
-        for version in (1, 2):
+        for version in range(1, 7 if in_memory else 3):
             for _ in range(50):
                 matrix = torch.tanh(matrix @ matrix)
             for number, parameter in enumerate(parameters.values()):
@@ -46,7 +63,9 @@ def test_parameters_of_a_gpu_may_change_once_begin_has_returned(tmp_path: Path, 
             for number, name in enumerate(parameters):
                 assert read[name].shape == (3000, 6000)
                 assert bool((read[name] == version + number / 8).all())
-    assert publication.report.peak_extra_host_bytes < 1.5 * manifest.weight_bytes + (64 << 20)
+            collect(make_context(run))
+    most_bytes = 0 if in_memory else 1.5 * manifest.weight_bytes + (64 << 20)
+    assert publication.report.peak_extra_host_bytes <= most_bytes
 
 
 def test_a_delta_of_a_gpus_parameters_is_read_as_what_they_were(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from stages.weights.mapped_files import MappedFiles
 from stages.weights.publish import Publisher
 from stages.weights.tensors import LocalTensor
 from tests.weights_kit import PROBE, as_writer, make_context, make_publisher, run_ranks, small_tensors
-from tests.weights_spares_kit import FILE, assert_published, inode, publish
+from tests.weights_spares_kit import FILE, assert_published, inode, publish, with_spare
 
 MEMORY = "/dev/shm"
 CPU = torch.device("cpu")
@@ -32,9 +32,12 @@ def run() -> Iterator[RunDir]:
         yield as_writer(RunDir.create(Path(folder) / "run"), "trainer")
 
 
-@pytest.fixture
-def publisher(run: RunDir) -> Iterator[Publisher]:
+@pytest.fixture(params=[False, True], ids=["only files that are there", "new files too"])
+def publisher(run: RunDir, request: pytest.FixtureRequest) -> Iterator[Publisher]:
+    """With a spare: what it publishes next is copied into that."""
     with make_publisher(run) as made:
+        made.mapped_files.makes_files = request.param
+        with_spare(made)
         yield made
 
 
@@ -55,6 +58,7 @@ def test_parameters_may_change_once_begin_has_returned_and_no_buffer_holds_them(
     before = {name: tensor.to(getattr(torch, dtype), copy=True) for name, tensor in parameters.items()}
 
     with make_publisher(run, dtype=dtype) as publisher:
+        publisher.mapped_files.makes_files = True
         publication = publisher.begin(1, 1, whole(parameters), PROBE)
         for tensor in parameters.values():
             tensor.fill_(torch.nan)
@@ -80,13 +84,14 @@ def test_slices_of_every_kind_end_where_they_belong(cut: int, turned: bool, file
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         run = RunDir.create(Path(folder) / "run")
         with make_publisher(run, max_file_bytes=file_bytes) as publisher:
+            publisher.mapped_files.makes_files = True
             publisher.begin(1, 1, owned, PROBE).finish()
         assert_published(run, 1, {name: tensor.float() for name, tensor in tensors.items()})
 
 
 def test_files_in_use_by_turns_stay_mapped_and_no_others(run: RunDir, publisher: Publisher) -> None:
     seen = set()
-    for version in range(1, 10):
+    for version in range(4, 12):
         publish(publisher, version)
         assert_published(run, version, small_tensors(version))
         seen.add(inode(run, version))
@@ -95,22 +100,32 @@ def test_files_in_use_by_turns_stay_mapped_and_no_others(run: RunDir, publisher:
     assert len(seen) == 3
     assert len(maps_of(run)) == 3
     assert not any("deleted" in name for name in maps_of(run))
+    assert publisher.copier.allocated_bytes == 0
+
+
+def test_only_a_gpu_has_new_files_mapped(run: RunDir) -> None:
+    with make_publisher(run) as publisher:
+        publish(publisher, 1)
+        assert maps_of(run) == []
+        assert publisher.copier.allocated_bytes > 0
+    assert MappedFiles(torch.device("cuda", 0)).makes_files
 
 
 def test_memory_of_deleted_files_is_given_back_at_the_next_version(run: RunDir, publisher: Publisher) -> None:
-    publish(publisher, 1)
-    (run.weights_version(1) / FILE).unlink()
+    publish(publisher, 4)
+    (run.weights_version(4) / FILE).unlink()
     assert [name for name in maps_of(run) if "deleted" in name]
 
-    publish(publisher, 2)
+    publish(publisher, 5)
 
     assert [name for name in maps_of(run) if "deleted" in name] == []
-    assert len(maps_of(run)) == 1
 
 
 def test_nothing_stays_mapped_after_the_publisher(run: RunDir) -> None:
     with make_publisher(run) as publisher:
+        publisher.mapped_files.makes_files = True
         publish(publisher, 1)
+        assert len(maps_of(run)) == 1
 
     assert maps_of(run) == []
     assert_published(run, 1, small_tensors(1))
@@ -118,6 +133,7 @@ def test_nothing_stays_mapped_after_the_publisher(run: RunDir) -> None:
 
 def test_a_publication_that_nobody_finishes_leaves_nothing(run: RunDir) -> None:
     with make_publisher(run) as publisher:
+        publisher.mapped_files.makes_files = True
         publisher.begin(1, 1, whole(small_tensors()), PROBE)
 
     assert os.listdir(run.weights) == []
@@ -130,14 +146,15 @@ def test_full_memory_is_its_own_error_and_the_next_version_is_sound(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
+    publisher.mapped_files.close()
     with monkeypatch.context() as broken:
         broken.setattr(os, "posix_fallocate", full)
         with pytest.raises(NoSpaceError):
-            publisher.begin(1, 1, whole(small_tensors()), PROBE)
-    assert os.listdir(run.weights) == []
+            publisher.begin(4, 4, whole(small_tensors()), PROBE)
+    assert sorted(os.listdir(run.weights)) == ["LATEST.json", "v000002", "v000003"]
 
-    publish(publisher, 2)
-    assert_published(run, 2, small_tensors(2))
+    publish(publisher, 5)
+    assert_published(run, 5, small_tensors(5))
 
 
 def test_a_copy_that_fails_fails_the_version_and_not_the_next(
@@ -154,16 +171,34 @@ def test_a_copy_that_fails_fails_the_version_and_not_the_next(
 
     broken: dict[str, torch.Tensor] = {"a": torch.randn(4, 4).as_subclass(Broken)}
     with pytest.raises(RuntimeError, match="device lost"):
-        publisher.begin(1, 1, whole(broken), PROBE).finish()
-    assert os.listdir(run.weights) == []
+        publisher.begin(4, 4, whole(broken), PROBE).finish()
+    assert sorted(os.listdir(run.weights)) == ["LATEST.json", "v000002", "v000003"]
 
-    publish(publisher, 2)
-    assert_published(run, 2, small_tensors(2))
+    publish(publisher, 5)
+    assert_published(run, 5, small_tensors(5))
+
+
+def test_where_files_cannot_be_pinned_copies_go_to_buffers_and_it_is_said(
+    run: RunDir, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refusing(*_: object) -> None:
+        raise torch.cuda.CudaError.__new__(torch.cuda.CudaError)
+
+    monkeypatch.setattr("stages.weights.mapped_files._Mapped.of", refusing)
+    publisher.mapped_files.close()
+
+    for version in (4, 5):
+        publish(publisher, version)
+        assert_published(run, version, small_tensors(version))
+
+    assert capsys.readouterr().out.count("files cannot be pinned") == 1
+    assert maps_of(run) == []
 
 
 def test_several_ranks_write_their_files_as_elsewhere(run: RunDir) -> None:
     def body(group):  # type: ignore[no-untyped-def]
         with make_publisher(run, group) as publisher:
+            publisher.mapped_files.makes_files = True
             owned = list(small_tensors(1).items())[group.rank :: 2]
             publish(publisher, 1, dict(owned))
             return maps_of(run)
@@ -174,6 +209,7 @@ def test_several_ranks_write_their_files_as_elsewhere(run: RunDir) -> None:
 
 def test_a_file_of_another_length_is_mapped_anew(tmp_path: Path) -> None:
     files = MappedFiles(CPU)
+    files.makes_files = True
     for num_bytes in (5000, 9000, 3):
         memory = files.memory(tmp_path, {"a": num_bytes, "b": 10}, threads=2)
         memory["a"].fill_(num_bytes % 251)
