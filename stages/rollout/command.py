@@ -29,6 +29,7 @@ _OURS = {
     "--worker-extension-cls": "",
     "--served-model-name": "",
     "--scheduling-policy": "",
+    "--scheduler-cls": "",
     "--logprobs-mode": "",
     "--api-server-count": "",
     "--data-parallel-size": "rollout_gpus",

@@ -1,5 +1,7 @@
 """The only module that touches vLLM's interfaces in the server process; works with vLLM 0.25 to 0.32.
 
+(`compat_scheduler` and `compat_model` are what the engine core and the workers load.)
+
 What it relies on, beyond the public options: the functions that make and serve the app (moved to
 `vllm.entrypoints.launchers` by 0.32), `AsyncLLM.from_vllm_config`, `AsyncLLM.engine_core.pause_scheduler_async`,
 `AsyncLLM.add_request`, and that `AsyncLLM` calls `output_processor.process_outputs(outputs, timestamp, ...)`.
@@ -21,6 +23,8 @@ from stages.rollout.versions import Segment, VersionTimeline, segments
 
 PROOF_PRIORITY = -1
 """Ahead of every other request, whose priority is 0: the proof must not queue behind the requests it holds up."""
+
+_SCHEDULERS = "stages.rollout.compat_scheduler"
 
 
 def _first_module(*names: str) -> Any:
@@ -62,6 +66,10 @@ def engine_config(args: Namespace, *, fork: bool) -> Any:
         register_model_in_process(args.model)
     arg_utils = importlib.import_module("vllm.engine.arg_utils")
     config = arg_utils.AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=_usage_context())
+    # Not an argument: which of the two fits is known once vLLM has checked whether it can schedule ahead.
+    scheduling = config.scheduler_config
+    name = "ProofAloneAsyncScheduler" if scheduling.async_scheduling else "ProofAloneScheduler"
+    scheduling.scheduler_cls = f"{_SCHEDULERS}.{name}"
     if fork:
         prefer_fork()
     importlib.import_module("vllm.v1.engine.async_llm")
@@ -114,7 +122,10 @@ def prefer_fork() -> None:
     processes. With one worker inside the engine core those settings are this process's own, so a fork inherits them.
     """
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    for module in ("vllm.v1.worker.cpu_worker", "vllm.v1.executor.uniproc_executor", "vllm.v1.engine.core"):
+    for module in (
+        *("vllm.v1.worker.cpu_worker", "vllm.v1.executor.uniproc_executor", "vllm.v1.engine.core"),
+        _SCHEDULERS,
+    ):
         importlib.import_module(module)
 
 
