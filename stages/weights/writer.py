@@ -11,8 +11,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-import xxhash
-
 from stages.weights.boxes import runs
 from stages.weights.errors import NoSpaceError
 from stages.weights.layout import Layout, Placement
@@ -21,7 +19,6 @@ from stages.weights.parallel import Lanes, map_threads
 from stages.weights.snapshot import Copy, Piece
 
 _WRITE_BYTES = 64 << 20  # one pwrite; Linux cuts longer ones at 2 GiB anyway
-_CHUNK_BYTES = 4 << 20  # hashed and written in one go
 
 Written = list[tuple[str, Part]]
 """Names of tensors, each with a part of it that has been written."""
@@ -104,17 +101,15 @@ def _write_beginning(fd: int, data: bytes) -> Written:
 
 
 def _write_piece(fd: int, place: Placement, piece: Piece, copy: Copy) -> Written:
+    """Hashed in one go, then written: in smaller steps, each still in the processor's cache, an idle machine takes a tenth less
+    time, but every step waits for the interpreter's lock, 5 ms each while the training has something to compute."""
     view = copy.bytes().data
-    if copy.in_file:
-        return [(piece.name, Part(piece.box.start, piece.box.shape, xxh3_128(view)))]
-    hasher = xxhash.xxh3_128()
-    length, offsets = runs(piece.box, piece.full_shape, DTYPE_BYTES[piece.dtype])
-    for number, offset in enumerate(offsets):
-        for begin in range(0, length, _CHUNK_BYTES):
-            chunk = view[number * length + begin : number * length + min(begin + _CHUNK_BYTES, length)]
-            hasher.update(chunk)
-            _pwrite(fd, chunk, place.offset + offset + begin)  # while the chunk is still in the processor's cache
-    return [(piece.name, Part(piece.box.start, piece.box.shape, hasher.hexdigest()))]
+    digest = xxh3_128(view)
+    if not copy.in_file:
+        length, offsets = runs(piece.box, piece.full_shape, DTYPE_BYTES[piece.dtype])
+        for number, offset in enumerate(offsets):
+            _pwrite(fd, view[number * length : (number + 1) * length], place.offset + offset)
+    return [(piece.name, Part(piece.box.start, piece.box.shape, digest))]
 
 
 def _pwrite(fd: int, data: memoryview, offset: int) -> None:
