@@ -107,7 +107,7 @@ def _write_piece(fd: int, place: Placement, piece: Piece, copy: Copy) -> Written
             chunk = view[number * length + begin : number * length + min(begin + _CHUNK_BYTES, length)]
             hasher.update(chunk)
             _pwrite(fd, chunk, place.offset + offset + begin)  # while the chunk is still in the processor's cache
-    return [(piece.name, Part(piece.box.start, piece.box.shape, hasher.hexdigest()))]
+    return [(piece.name, Part(piece.box.start, piece.box.shape, hasher.hexdigest(), copy.sum64()))]
 
 
 def _pwrite(fd: int, data: memoryview, offset: int) -> None:
