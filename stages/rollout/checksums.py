@@ -54,9 +54,14 @@ def stretch_sum(words: Any, first: int, width: int, factors: Any) -> int:
     column = first % width
     head = min(-first % width, len(words))
     end = len(words) - (len(words) - head) % width
-    total = _rows_sum(words[:head].reshape(1, head), factors[column:])
-    total += _rows_sum(words[head:end].reshape(-1, width), factors)
-    return total + _rows_sum(words[end:].reshape(1, len(words) - end), factors)
+    total = 0
+    if head:
+        total += _rows_sum(words[:head].reshape(1, head), factors[column:])
+    if head < end:
+        total += _rows_sum(words[head:end].reshape(-1, width), factors)
+    if end < len(words):
+        total += _rows_sum(words[end:].reshape(1, len(words) - end), factors)
+    return total
 
 
 def _rows_sum(rows: Any, factors: Any) -> int:
