@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from stages.rollout.checksums import device_sums, host_sum
@@ -163,6 +163,37 @@ def test_rows_that_parts_cover_exactly_have_the_sum_of_these(first: int, rows: i
 )
 def test_the_trainers_sums_are_not_used_for_anything_else(source: View, word: torch.dtype, without: int) -> None:
     assert published_sum(source, word, entry_of(torch.randn(6, 8), THREE, without=without)) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), shape=st.sampled_from([(8,), (6, 4), (3, 2, 4)]), seed=st.integers(0, 99))
+def test_whatever_view_has_a_published_sum_has_the_one_that_the_engine_finds(
+    data: st.DataObject, shape: tuple[int, ...], seed: int
+) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    entry = entry_of(tensor, [box for box in boxes(data, shape, 2) if box.elements])
+    view = data.draw(views(tensor))
+
+    total = published_sum(view, torch.int64, entry)
+
+    if total is not None:
+        assert total == host_sum(view.of(tensor).contiguous(), torch.int64, FACTORS)
+
+
+@st.composite
+def views(draw: st.DrawFn, tensor: torch.Tensor) -> View:
+    """Any elements of the tensor; often rows of it."""
+    width = tensor.shape[-1]
+    rows = tensor.numel() // width
+    if draw(st.booleans()):
+        first = draw(st.integers(0, rows - 1))
+        return View((draw(st.integers(1, rows - first)), width), (width, 1), first * width)
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    stride = [draw(st.integers(0, width + 1)) for _ in shape[1:]] + [1]
+    shape[-1] = draw(st.sampled_from([2, 4, width]))
+    last = sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+    assume(last < tensor.numel())
+    return View(tuple(shape), tuple(stride), draw(st.integers(0, tensor.numel() - last - 1)))
 
 
 def test_vectors_and_single_rows_and_experts_have_published_sums() -> None:
