@@ -12,7 +12,7 @@ import torch
 from benchmarks.weights_model import Shape, random_tensors, write_config
 from conf.sections import WeightsConfig
 from stages.files import remove_tree
-from stages.rollout.checksums import column_factors, word_of
+from stages.rollout.checksums import word_of
 from stages.rollout.copy_plan import Copy, View
 from stages.rollout.signature import model_signature
 from stages.rollout.source_sums import SourceSums
@@ -22,6 +22,7 @@ from stages.weights import spares
 from stages.weights.manifest import Manifest, Probe
 from stages.weights.publish import Publisher
 from stages.weights.reader import load_manifest, read_verified
+from stages.weights.sums import column_factors
 from stages.weights.tensors import SAFETENSORS_NAMES, TORCH_DTYPES, LocalTensor
 
 PROBE = Probe((1, 2, 3), (-1.0, -1.0))
@@ -83,15 +84,19 @@ class Exchange:
         """As `EngineWeights.stage` on the worker that reads: lock, manifest, bytes, digests and, with `sums`, those of the
         copies into the engine, here one for each tensor."""
         staged = self.staging.tensors
-        collected = _sums(staged) if sums else None
+        manifest = load_manifest(self.run, self.version)
+        collected = _sums(staged, manifest) if sums else None
 
         def fill() -> None:
             threads = self._options.io_threads
             read_verified(
-                self.run, manifest, into=staged, threads=threads, arrived=collected.add if collected else None
+                self.run,
+                manifest,
+                into=staged,
+                threads=threads,
+                arrived=collected.add if collected and collected.wants_bytes else None,
             )
 
-        manifest = load_manifest(self.run, self.version)
         self._prepared += 1
         content = f"version {self.version} {manifest.digest} {self._prepared}"
         if not self.staging.hold(content, fill, deadline_s=_DEADLINE_S, check=lambda: None):
@@ -101,10 +106,10 @@ class Exchange:
         self.staging.release()
 
 
-def _sums(staged: Mapping[str, torch.Tensor]) -> SourceSums:
+def _sums(staged: Mapping[str, torch.Tensor], manifest: Manifest) -> SourceSums:
     """Of one copy for each tensor."""
     views = {name: View(tuple(tensor.shape), tensor.stride(), 0) for name, tensor in staged.items()}
     copies = [Copy(name, view, name, view) for name, view in views.items()]
     words = [word_of(tensor, tensor) for tensor in staged.values()]
     factors = column_factors(max(tensor.shape[-1] for tensor in staged.values()))
-    return SourceSums(copies, staged, words, factors, {})
+    return SourceSums(copies, staged, words, factors, {}, manifest.tensors)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from conf.sections import WeightsConfig
 from stages.rollout.engine_weights import EngineWeights
 from stages.rundir import RunDir
-from stages.weights.manifest import Manifest
+from stages.weights import snapshot
+from stages.weights.manifest import Manifest, TensorEntry
+from stages.weights.sums import PartSums
 from tests.weights_kit import make_source, publish_full
 
 EMBED, NORM, DOWN = "model.embed_tokens.weight", "model.norm.weight", "model.down.weight"
@@ -100,3 +104,46 @@ def publish_version(run: RunDir, version: int, tensors: Mapping[str, torch.Tenso
     chosen = checkpoint(version) if tensors is None else tensors
     dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[chosen[EMBED].dtype]
     return publish_full(run, version, chosen, WeightsConfig(dtype=dtype))
+
+
+# ---- sums, as a trainer with a GPU publishes them ---------------------------------------------------------------------
+
+
+def with_sums(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Manifest:
+    """The manifest with the sums of `tensors`, which hold the version as it is published."""
+    entries = {name: _summed(entry, tensors[name]) for name, entry in manifest.tensors.items()}
+    return with_entries(manifest, entries)
+
+
+def with_entries(manifest: Manifest, entries: Mapping[str, TensorEntry]) -> Manifest:
+    """The manifest as a trainer would make it with other entries for some tensors."""
+    fields = {name: value for name, value in vars(manifest).items() if name not in ("digest", "tensors")}
+    return Manifest.of(**fields, tensors={**manifest.tensors, **entries})
+
+
+def _summed(entry: TensorEntry, tensor: torch.Tensor) -> TensorEntry:
+    parts = []
+    for part in entry.parts:
+        total = PartSums().of(tensor[part.box.slices()].contiguous(), part.box, entry.shape)
+        parts.append(replace(part, sum64=None if total is None else int(total)))
+    return replace(entry, parts=tuple(parts))
+
+
+def part_sums_on_the_host(monkeypatch: pytest.MonkeyPatch, wrong: str = "") -> None:
+    """Let a publisher of host memory make sums as one of a GPU does; of the tensor `wrong` another one than that of its bytes."""
+    honest = snapshot.Copier.copy
+
+    class Summed:
+        def __init__(self, copier: snapshot.Copier, piece: snapshot.Piece) -> None:
+            self._copy = honest(copier, piece)
+            self.converted_bytes = self._copy.converted_bytes
+            self.in_file = self._copy.in_file
+            self.bytes = self._copy.bytes
+            total = copier._sums.begin(piece.converted(), piece.box, piece.full_shape)
+            self._sum64 = None if total is None else int(total) ^ int(piece.name == wrong)
+
+        def sum64(self) -> int | None:
+            return self._sum64
+
+    for name in ("copy", "lend"):
+        monkeypatch.setattr(snapshot.Copier, name, lambda copier, piece: Summed(copier, piece))

@@ -49,6 +49,7 @@ class FakeEngine:
     swap_fault: str = ""
     reading: asyncio.Event | None = None
     proving: asyncio.Event | None = None
+    seeding: asyncio.Event | None = None
     moments: float = 0.0
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -79,8 +80,9 @@ class FakeEngine:
         self.log.append("probe" if logprobs else "canary")
 
         async def answer() -> Answer:
-            if logprobs and self.proving is not None:
-                await self.proving.wait()
+            waited_for = self.proving if logprobs else self.seeding
+            if waited_for is not None:
+                await waited_for.wait()
             return Answer(self.logprobs) if logprobs else Answer([], self.cached_tokens)
 
         return answer()

@@ -1,9 +1,8 @@
-"""Sums over the bytes of a tensor, equal on the host and on any device, at the speed of memory.
+"""The sums of `stages.weights.sums` over views of tensors, equal on the host and on any device, at the speed of memory.
 
-For the question whether a copy arrived: bytes are taken as integers in rows; the sum of each column is multiplied by an odd
-number of its own, and all is added modulo 2^64. Any change of a single word changes the sum, and so do bytes of another
-version but for one chance in 2^64 or so. Rows in another order are not seen: that is what the rehearsal of the copy plan
-is for.
+For the question whether a copy arrived. Words are of 64 bits where the source and the target of the copy allow it, else narrower:
+bytes are taken as integers in rows; the sum of each column is multiplied by the factor of the column, and all is added
+modulo 2^64.
 """
 
 from __future__ import annotations
@@ -15,12 +14,6 @@ import numpy as np
 import torch
 
 _WORDS = (torch.int64, torch.int32, torch.int16)
-_SPREAD = 0x1E3779B97F4A7C15
-
-
-def column_factors(width: int) -> torch.Tensor:
-    """int64[width], all odd."""
-    return (torch.arange(width, dtype=torch.int64) * _SPREAD) | 1
 
 
 def word_of(*views: torch.Tensor) -> torch.dtype:
@@ -61,14 +54,14 @@ def stretch_sum(words: Any, first: int, width: int, factors: Any) -> int:
     column = first % width
     head = min(-first % width, len(words))
     end = len(words) - (len(words) - head) % width
-    total = _rows_sum(words[:head].reshape(1, head), factors[column:])
-    total += _rows_sum(words[head:end].reshape(-1, width), factors)
-    return total + _rows_sum(words[end:].reshape(1, len(words) - end), factors)
-
-
-def wrapped(total: int) -> int:
-    """Modulo 2^64, as int64."""
-    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+    total = 0
+    if head:
+        total += _rows_sum(words[:head].reshape(1, head), factors[column:])
+    if head < end:
+        total += _rows_sum(words[head:end].reshape(-1, width), factors)
+    if end < len(words):
+        total += _rows_sum(words[end:].reshape(1, len(words) - end), factors)
+    return total
 
 
 def _rows_sum(rows: Any, factors: Any) -> int:

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from stages.files import list_names
 from stages.rollout import compat_model
-from stages.rollout.checksums import as_words, column_factors, device_sums, word_of
+from stages.rollout.checksums import as_words, device_sums, word_of
 from stages.rollout.copy_plan import Copy, PlanError, record
 from stages.rollout.signature import model_signature
 from stages.rollout.source_sums import SourceSums
@@ -27,6 +27,7 @@ from stages.rollout.staging import SegmentLayout, Staging
 from stages.rundir import RunDir
 from stages.weights.errors import SignatureMismatchError
 from stages.weights.manifest import Manifest, xxh3_128
+from stages.weights.sums import column_factors
 from stages.weights.tensors import TORCH_DTYPES
 from stages.weights.versions import read_version
 
@@ -39,10 +40,14 @@ _REHEARSAL_BYTES = 64 << 20
 
 @dataclass
 class StagedVersion:
-    """A version in host memory; `sums[i]` is that of the i-th copy's source. `targets` are bound where they cannot move."""
+    """A version in host memory; `sums[i]` is that of the i-th copy's source, `published_sums` of them are the trainer's.
+
+    `targets` are bound where they cannot move.
+    """
 
     manifest: Manifest
     read_here: bool
+    published_sums: int = 0
     sums: list[int] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
 
@@ -132,23 +137,22 @@ class EngineWeights:
         Raises WeightsError for damaged or unfit files, WaitTimeoutError, and whatever `check` raises to give up.
         """
         self._check_fit(manifest)
-        sums = SourceSums(self._copies, self.staging.tensors, self._words, self._factors, self._gathered)
+        staged = self.staging.tensors
+        sums = SourceSums(self._copies, staged, self._words, self._factors, self._gathered, manifest.tensors)
 
         def fill() -> None:
             sums.restart()  # another process may have replaced what was read before it was held
-            read_version(run, manifest, into=self.staging.tensors, arrived=sums.add)
+            read_version(run, manifest, into=staged, arrived=sums.add if sums.wants_bytes else None)
 
         read_here = self.staging.hold(
             name_of(manifest.state),
             fill,
             deadline_s=deadline_s,
             check=check,
-            patch=partial(patch, run, manifest, self.staging.tensors),
+            patch=partial(patch, run, manifest, staged),
         )
-        targets = [] if self._packed else self._targets()
-        return StagedVersion(
-            manifest, read_here, sums.complete(was_added=read_here and manifest.delta is None), targets
-        )
+        found = sums.complete(was_added=read_here and manifest.delta is None)
+        return StagedVersion(manifest, read_here, sums.num_published, found, [] if self._packed else self._targets())
 
     def _check_fit(self, manifest: Manifest) -> None:
         """A tensor that is not in the version would leave the one before in memory."""
@@ -241,6 +245,7 @@ class EngineWeights:
             "tensors": len(version.manifest.tensors),
             "copies": len(self._copies),
             "checksum": xxh3_128(repr(version.sums).encode()) if self._copies else "",
+            "published_sums": version.published_sums,
             "read_here": version.read_here,
             "seconds": time.monotonic() - started_s,
             "fault": fault,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,8 +33,11 @@ from stages.weights.reader import load_manifest, verify
 from traces.recorder import Recorder
 
 _POLL_FIRST_S = 0.002
-_POLL_LAST_S = 0.1
-_SEED_WAIT_S = 0.5
+_POLL_LAST_S = 0.02
+_POLL_SHARE = 0.02
+"""Workers that read are asked every 2 % of the time that they have read, within the two limits: half of a pause is lost at the end."""
+_SEED_WAIT_S = 0.25
+"""The canary has so long to get into the prefix cache, from when it was queued."""
 
 
 class Answer(Protocol):
@@ -72,8 +75,15 @@ class Reloads:
     swapped in and proved.
     """
 
-    def __init__(self, settings: ServerSettings, engine: Engine, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        engine: Engine,
+        recorder: Recorder,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._settings = settings
+        self._clock = clock
         self._run: RunDir = settings.run_dir()
         self._engine = engine
         self._recorder = recorder
@@ -81,6 +91,7 @@ class Reloads:
         self._prepared: Manifest | None = None
         self._prepared_method = ""
         self._seeding: asyncio.Task[None] | None = None
+        self._queued_s = 0.0
         self.proved: Manifest | None = None
         self.gate = Gate("" if settings.serve_unproved else "no version of the weights has been proved yet")
 
@@ -213,7 +224,7 @@ class Reloads:
 
     async def _read_into_workers(self, order: Order) -> None:
         """Start the reading in every worker and wait for all; the engine loop is free meanwhile."""
-        deadline_s = time.monotonic() + order.deadline_s
+        started_s = self._clock()
         run = self._run
         await self._engine.call(
             "libra_prepare",
@@ -225,7 +236,6 @@ class Reloads:
             order.digest,
             order.deadline_s,
         )
-        pause_s = _POLL_FIRST_S
         while True:
             reports = await self._engine.call("libra_prepared")
             for report in reports:
@@ -233,10 +243,10 @@ class Reloads:
                     raise UnfitWeightsError(report["error"], tensor=report["tensor"])
             if all(report["done"] for report in reports):
                 return
-            if time.monotonic() > deadline_s:
+            waited_s = self._clock() - started_s
+            if waited_s > order.deadline_s:
                 raise UnfitWeightsError(f"version {order.version} was not read within {order.deadline_s:.0f} s")
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, _POLL_LAST_S)
+            await asyncio.sleep(min(_POLL_LAST_S, max(_POLL_FIRST_S, _POLL_SHARE * waited_s)))
 
     def _seed_prefix_cache(self, manifest: Manifest) -> None:
         """Put the canary prompt into the prefix cache, so that its absence after the swap shows that the cache was reset."""
@@ -247,15 +257,18 @@ class Reloads:
                 await (await self._engine.submit(canary, logprobs=False))
 
             self._seeding = asyncio.create_task(seed())
+            self._queued_s = self._clock()
 
     async def _seeded(self) -> bool:
-        """Whether the canary is in the prefix cache; waits a little for it, while generation goes on.
+        """Whether the canary is in the prefix cache; waits a little for it, while generation goes on: a commit that follows a long
+        prepare does not wait for a canary that an engine with a full queue has not come to.
 
         One that is still queued is left alone: if it ran after the swap it would look like a cache that was not reset.
         """
         if self._seeding is None:
             return False
-        done, _ = await asyncio.wait([self._seeding], timeout=_SEED_WAIT_S)
+        left_s = max(0.0, self._queued_s + _SEED_WAIT_S - self._clock())
+        done, _ = await asyncio.wait([self._seeding], timeout=left_s)
         return bool(done) and self._seeding.exception() is None
 
     async def _swap_and_prove(self, manifest: Manifest, order: Order, *, check_cache: bool) -> dict[str, Any]:

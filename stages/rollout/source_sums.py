@@ -1,8 +1,10 @@
-"""Checksums of the sources of all copies of one version, added up by the threads that read it, from cached bytes.
+"""Checksums of the sources of all copies of one version: those that the trainer published, and what these leave.
 
-A sum is additive over rows, so every stretch of bytes that was just read and hashed gives its share. What cannot be summed up
-that way is done when all is read, some rows at a time by several threads: sources that do not lie in one piece, sources that
-were read in pieces that end within a word, and everything when another process did the reading.
+A published sum is taken as it is (`stages.rollout.published_sums`): the trainer made it of its own parameters, so nothing on the way
+from there to the engine can change bytes and sum alike. The others are added up by the threads that read, from cached bytes: a sum
+is additive over rows, so every stretch of bytes that was just read and hashed gives its share. What cannot be summed up that way is
+done when all is read, some rows at a time by several threads: sources that do not lie in one piece, sources that were read in pieces
+that end within a word, and all of them when another process did the reading.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from stages.rollout.checksums import as_words, host_sum, stretch_sum, wrapped
+from stages.rollout.checksums import as_words, host_sum, stretch_sum
 from stages.rollout.copy_plan import Copy
+from stages.rollout.published_sums import published_sum
+from stages.weights.manifest import TensorEntry
 from stages.weights.parallel import map_threads, thread_count
+from stages.weights.sums import wrapped
 
 _BLOCK_BYTES = 4 << 20
 
@@ -57,7 +62,8 @@ class SourceSums:
     """`add` may be called by several threads at once; the other methods by one, when nothing is read.
 
     `tensors` hold the bytes of the version, `words[i]` is the integer type of the i-th copy, `factors` those of the columns.
-    Sources that have a buffer in `gathered` are brought together there first.
+    Sources that have a buffer in `gathered` are brought together there first. `entries` are those of the
+    version's manifest; what has none has no published sum.
     """
 
     def __init__(
@@ -67,19 +73,36 @@ class SourceSums:
         words: Sequence[torch.dtype],
         factors: torch.Tensor,
         gathered: Mapping[int, torch.Tensor],
+        entries: Mapping[str, TensorEntry],
     ) -> None:
         self._sources = [_Source.of(copy, tensors[copy.name], word) for copy, word in zip(copies, words, strict=True)]
+        self._published: dict[int, int] = {}
         self._by_name: dict[str, list[int]] = {}
-        for index, copy in enumerate(copies):
-            self._by_name.setdefault(copy.name, []).append(index)
+        for index, (copy, word) in enumerate(zip(copies, words, strict=True)):
+            entry = entries.get(copy.name)
+            total = None if entry is None else published_sum(copy.source, word, entry)
+            if total is not None:
+                self._published[index] = total
+            elif self._sources[index].flat is not None:
+                self._by_name.setdefault(copy.name, []).append(index)
         self._factors = factors
         self._gathered = gathered
         self._lock = threading.Lock()
         self.restart()
 
+    @property
+    def num_published(self) -> int:
+        """How many sums are the trainer's."""
+        return len(self._published)
+
+    @property
+    def wants_bytes(self) -> bool:
+        """Whether there is anything to be summed up while it is read: else `add` need not be called."""
+        return bool(self._by_name)
+
     def restart(self) -> None:
         """Forget what was added: the version is read anew."""
-        self._sums = [0] * len(self._sources)
+        self._sums = [self._published.get(index, 0) for index in range(len(self._sources))]
         self._late = {index for index, source in enumerate(self._sources) if source.flat is None}
 
     def add(self, name: str, first: int, length: int) -> None:
@@ -88,7 +111,7 @@ class SourceSums:
             source = self._sources[index]
             begin = max(first - source.first, 0)
             end = min(first + length - source.first, source.bytes)
-            if source.flat is None or begin >= end:
+            if begin >= end:
                 continue
             size = source.word.itemsize
             if begin % size or end % size:
@@ -102,8 +125,9 @@ class SourceSums:
                 self._sums[index] += share
 
     def complete(self, *, was_added: bool) -> list[int]:
-        """The sum of each copy's source, int64; gathers what has a buffer. Unless `was_added`, all are summed up here."""
-        late = self._late if was_added else set(range(len(self._sources)))
+        """The sum of each copy's source, int64; gathers what has a buffer. Unless `was_added`, all but published ones are
+        summed up here."""
+        late = self._late if was_added else set(range(len(self._sources))) - self._published.keys()
         jobs = [(index, *block) for index in sorted(late) for block in self._sources[index].blocks()]
         threads = thread_count(0, sum(self._sources[index].bytes for index in late))
         shares = map_threads(lambda job: self._block_sum(*job), jobs, threads)

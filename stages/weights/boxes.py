@@ -81,3 +81,14 @@ def split(box: Box, most_elements: int) -> Iterator[Box]:
     for first in range(0, box.shape[d], layers):
         start = (*box.start[:d], box.start[d] + first, *box.start[d + 1 :])
         yield Box(start, (*box.shape[:d], min(layers, box.shape[d] - first), *box.shape[d + 1 :]))
+
+
+def word_columns(box: Box, shape: Sequence[int], width: int) -> range | None:
+    """Which 64-bit words of a row of the tensor of `shape`, `width` bytes per element, the box covers; a vector is one row.
+
+    None when the row, or the box's share of it, is not made of whole words.
+    """
+    if not shape:
+        return None
+    begin, length, row = (elements * width for elements in (box.start[-1], box.shape[-1], shape[-1]))
+    return None if (begin | length | row) % 8 else range(begin // 8, (begin + length) // 8)

@@ -116,7 +116,7 @@ class RankEncoder:
             return None
         data, key = copy.bytes(), (piece.name, piece.box)
         digests = (self._digests[key], xxh3_128(data))
-        part = Part(piece.box.start, piece.box.shape, digests[1])
+        part = Part(piece.box.start, piece.box.shape, digests[1], copy.sum64())
         if digests[0] == digests[1]:
             return _Encoded(piece.name, part, None)
         change = encode(base.pieces[key], data, DTYPE_BYTES[piece.dtype], digests=digests)

@@ -25,10 +25,12 @@ class Fields:
             raise self.error(name, "missing")
         return self._left.pop(name)
 
-    def integer(self, name: str, minimum: int = 0) -> int:
+    def integer(self, name: str, minimum: int = 0, maximum: int | None = None) -> int:
         value = self.take(name)
         if type(value) is not int or value < minimum:
             raise self.error(name, f"wanted an integer >= {minimum}, got {value!r}")
+        if maximum is not None and value > maximum:
+            raise self.error(name, f"wanted an integer <= {maximum}, got {value!r}")
         return value
 
     def number(self, name: str, minimum: float = 0.0) -> float:

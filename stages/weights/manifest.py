@@ -5,6 +5,10 @@ a weight file is covered by the digests of its tensors. So the bytes of a versio
 several ranks write slices of one tensor: each slice is a part with a digest of its own. xxh3-128 finds damage and
 mix-ups; it is no protection against malice.
 
+A part may also have a sum of its words (`stages.weights.sums`), made where the trainer has the tensor. An engine compares it with what
+arrived in its own memory: one check of the whole way from the one to the other. A manifest without sums is as good; who reads it
+then makes them of the bytes that digests have verified.
+
 A version may be published as a delta of another one (`stages.weights.delta_entry`). Its tensors have the digests that they have in
 full, and the places that they would have; its files hold payloads in their stead.
 """
@@ -19,7 +23,7 @@ from typing import Any
 
 import xxhash
 
-from stages.weights.boxes import Box, tiling_problem
+from stages.weights.boxes import Box, tiling_problem, word_columns
 from stages.weights.delta_chain import State
 from stages.weights.delta_entry import DeltaEntry, DeltaPart
 from stages.weights.errors import RecordError, SignatureMismatchError
@@ -27,6 +31,7 @@ from stages.weights.fields import Fields
 
 DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 """Width of the number formats that can be published, by their safetensors names."""
+_INT64 = (-(1 << 63), (1 << 63) - 1)
 _CONFIG_KEYS_OF_NO_SHAPE = frozenset({"dtype", "torch_dtype", "transformers_version", "_name_or_path"})
 
 
@@ -71,25 +76,32 @@ class Probe:
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a tensor and the digest of its elements in row-major order."""
+    """A box of a tensor, the digest of its elements in row-major order, and, where somebody made it, their sum (int64)."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
     xxh3_128: str
+    sum64: int | None = None
 
     @property
     def box(self) -> Box:
         return Box(self.start, self.shape)
 
-    def to_record(self) -> dict[str, Any]:
+    @property
+    def content(self) -> dict[str, Any]:
+        """The record without the sum."""
         return {"start": self.start, "shape": self.shape, "xxh3_128": self.xxh3_128}
+
+    def to_record(self) -> dict[str, Any]:
+        return self.content if self.sum64 is None else {**self.content, "sum64": self.sum64}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], what: str) -> Part:
         fields = Fields(record, what)
-        part = cls(fields.integers("start"), fields.integers("shape"), fields.text("xxh3_128"))
+        start, shape, digest = fields.integers("start"), fields.integers("shape"), fields.text("xxh3_128")
+        sum64 = fields.integer("sum64", *_INT64) if "sum64" in record else None
         fields.finish()
-        return part
+        return cls(start, shape, digest, sum64)
 
 
 @dataclass(frozen=True)
@@ -126,14 +138,23 @@ class TensorEntry:
             raise fields.error("bytes", f"{size} bytes with digest {digest} do not follow from shape, dtype and parts")
         if problem := tiling_problem(shape, [part.box for part in entry.parts]):
             raise fields.error("parts", problem)
+        if impossible := [part for part in entry.parts if part.sum64 is not None and entry.words_of(part) is None]:
+            raise fields.error("sum64", f"slice {impossible[0].box} of {list(shape)} is not made of whole 64-bit words")
         return entry
+
+    def words_of(self, part: Part) -> range | None:
+        """The columns that it covers, in 64-bit words; see `stages.weights.boxes.word_columns`."""
+        return word_columns(part.box, self.shape, DTYPE_BYTES[self.dtype])
 
 
 def combined(parts: tuple[Part, ...]) -> str:
-    """The digest of a tensor: that of its bytes when one part is all of it, else one of the parts' boxes and digests."""
+    """The digest of a tensor: that of its bytes when one part is all of it, else one of the parts' boxes and digests.
+
+    It names the content, so it does not depend on whether somebody made sums.
+    """
     if len(parts) == 1:
         return parts[0].xxh3_128
-    return xxh3_128(canonical([part.to_record() for part in parts]))
+    return xxh3_128(canonical([part.content for part in parts]))
 
 
 @dataclass(frozen=True)

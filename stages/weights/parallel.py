@@ -24,19 +24,37 @@ def thread_count(wanted: int, num_bytes: int | None = None) -> int:
 
 
 def map_threads(function: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result]:
-    """`function` of every item, in order; the first error is raised after the running calls have ended.
+    """`function` of every item, in order; an error is raised after the running calls have ended, and no further call is made.
 
-    Calls not yet started are cancelled then. One thread means the caller's own.
+    The caller's own thread is one of `threads`, and each takes the next item when it has done one: where something else keeps the
+    interpreter busy (an engine that generates), every handover between threads may take milliseconds, so there is none for an item.
     """
     if threads <= 1 or len(items) <= 1:
         return [function(item) for item in items]
-    with ThreadPoolExecutor(min(threads, len(items)), thread_name_prefix="weights") as pool:
-        futures = [pool.submit(function, item) for item in items]
+    waiting, done = deque(range(len(items))), dict[int, Result]()
+
+    def work() -> None:
+        while waiting:
+            try:
+                index = waiting.popleft()
+            except IndexError:  # another thread took the last
+                return
+            try:
+                done[index] = function(items[index])
+            except BaseException:
+                waiting.clear()
+                raise
+
+    others = min(threads, len(items)) - 1
+    with ThreadPoolExecutor(others, thread_name_prefix="weights") as pool:
+        workers = [pool.submit(work) for _ in range(others)]
         try:
-            return [future.result() for future in futures]
+            work()
         finally:
-            for future in futures:
-                future.cancel()
+            waiting.clear()
+        for worker in workers:
+            worker.result()
+    return [done[index] for index in range(len(items))]
 
 
 Job = tuple[int, int, Callable[[], Result]]

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,7 +33,11 @@ from stages.weights.tensors import bytes_of, empty_tensor
 
 _READ_BYTES = 64 << 20
 _CHUNK_BYTES = 4 << 20
-"""Read, then hashed: small enough for a processor's cache, large enough that the interpreter's lock is seldom taken."""
+"""Read, hashed and handed on, or only hashed: small enough for a processor's cache."""
+_HASHED_BYTES = 64 << 20
+"""Read and hashed where nobody is handed anything: two calls for a part, as a trainer publishes it. An engine that generates holds the
+interpreter's lock most of the time, so that each call may have to wait for milliseconds; hashing from memory costs less.
+"""
 
 
 def load_manifest(run: RunDir, version: int, expected_digest: str | None = None) -> Manifest:
@@ -93,7 +98,7 @@ def read_verified(
     `arrived` is called with (tensor, first byte, length) for bytes that were just read and hashed, by the thread that read
     them, while they are in its processor's cache; together the calls name every byte once. Only when this function returns
     are they known to be those of the manifest.
-    File lengths are compared first, then the digests of small files and headers, then tensors.
+    File lengths are compared first, then the digests of small files, headers and tensors.
     Raises SizeMismatchError, DigestMismatchError, KeyError for an unknown name; `into` may then hold anything. NotInFullError.
     """
     wanted = manifest.tensors if names is None else {name: manifest.tensors[name] for name in names}
@@ -171,15 +176,21 @@ def _for_pieces(
     threads: int,
     read: Callable[[_Piece, Mapping[str, int]], None],
 ) -> None:
-    """Open and check the files, then `read` every piece in the order of the bytes on disk."""
+    """Open the files, then check their beginnings and `read` every piece, the largest first: none is left to one thread at the
+    end while the others have nothing to do. Of equal ones in the order of the bytes on disk."""
     if manifest.delta is not None:
         raise NotInFullError(manifest.version, manifest.delta.base.version)
     files = {name: entry for name, entry in manifest.files.items() if only_files is None or name in only_files}
     items = sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset))
     pieces = [piece for name, entry in items for piece in _pieces(name, entry)]
     num_threads = thread_count(threads, sum(entry.bytes for entry in tensors.values()))
-    with checked_files(run, manifest, files) as fds:
-        map_threads(lambda piece: read(piece, fds), pieces, num_threads)
+    with _opened(run, run.weights_version(manifest.version), files) as fds:
+        jobs = [
+            *((entry.digest_bytes, partial(_check_prefix, fds[name], name, entry)) for name, entry in files.items()),
+            *((piece.length, partial(read, piece, fds)) for piece in pieces),
+        ]
+        jobs.sort(key=lambda job: -job[0])
+        map_threads(lambda job: job[1](), jobs, num_threads)
 
 
 @contextmanager
@@ -238,14 +249,21 @@ def _read_piece(
         return
     hasher = xxhash.xxh3_128()
     view = memory[piece.first : piece.first + piece.length]
-    for begin in range(0, piece.length, _CHUNK_BYTES):
-        chunk = view[begin : begin + _CHUNK_BYTES]
+    chunk_bytes = _HASHED_BYTES if arrived is None else _whole_rows(entry)
+    for begin in range(0, piece.length, chunk_bytes):
+        chunk = view[begin : begin + chunk_bytes]
         offset = entry.offset + piece.first + begin
         read_into(fd, chunk, offset, entry.file, entry.offset + entry.bytes)
-        hasher.update(chunk)  # while the chunk is still in the processor's cache
+        hasher.update(chunk)
         if arrived is not None:
             arrived(piece.name, piece.first + begin, len(chunk))
     _compare(piece, part, hasher.hexdigest())
+
+
+def _whole_rows(entry: TensorEntry) -> int:
+    """About _CHUNK_BYTES, in whole rows where a row is not longer: who adds up columns has less to do."""
+    row_bytes = (entry.shape[-1] if entry.shape else 1) * DTYPE_BYTES[entry.dtype]
+    return _CHUNK_BYTES // row_bytes * row_bytes if 0 < row_bytes <= _CHUNK_BYTES else _CHUNK_BYTES
 
 
 def _verify_piece(fds: Mapping[str, int], piece: _Piece) -> None:

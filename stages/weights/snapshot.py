@@ -12,6 +12,7 @@ import torch
 
 from stages.weights.boxes import Box, split
 from stages.weights.manifest import DTYPE_BYTES
+from stages.weights.sums import HostSums
 from stages.weights.tensors import TORCH_DTYPES, Bytes, LocalTensor, bytes_of
 
 PIECE_BYTES = 64 << 20
@@ -68,6 +69,10 @@ class Copy(Protocol):
         """Waits until it is there, uint8[n]."""
         ...
 
+    def sum64(self) -> int | None:
+        """That of the part, made where the tensor lies; None where that would cost a pass over host memory. Waits like `bytes`."""
+        ...
+
 
 class HostBuffers:
     """Host memory for the copies of one version, kept for the next: allocating pinned memory takes half a second per GB."""
@@ -118,6 +123,9 @@ class _Lent:
     def bytes(self) -> Bytes:
         return bytes_of(self.piece.converted())
 
+    def sum64(self) -> None:
+        return None
+
 
 @dataclass(frozen=True)
 class _Filling:
@@ -132,12 +140,16 @@ class _Filling:
         self.done.result()
         return bytes_of(self.target)
 
+    def sum64(self) -> None:
+        return None
+
 
 @dataclass(frozen=True)
 class _Arriving:
-    """A CUDA stream copies it; `arrived` is recorded behind the copy."""
+    """A CUDA stream copies it, and its sum (int64[], pinned); `arrived` is recorded behind both."""
 
     target: torch.Tensor
+    sum: torch.Tensor | None
     arrived: torch.cuda.Event
     in_file: bool
     converted_bytes: int = 0
@@ -146,12 +158,17 @@ class _Arriving:
         self.arrived.synchronize()
         return bytes_of(self.target)
 
+    def sum64(self) -> int | None:
+        self.arrived.synchronize()
+        return None if self.sum is None else int(self.sum)
+
 
 class Copier:
     """Begins copies of pieces, on whatever device they lie; one version at a time.
 
     Copies from a GPU run on a stream of their own that begins behind what the current stream has to do, into pinned memory.
-    Temporary device memory is one piece: it belongs to that stream, which uses it again in its own order.
+    Temporary device memory is one piece: it belongs to that stream, which uses it again in its own order. The sums of the words
+    are made there too, in a hundredth of the time of the copy.
     """
 
     def __init__(self, device: torch.device, pool: ThreadPoolExecutor) -> None:
@@ -161,6 +178,7 @@ class Copier:
         self._fillings: list[Future[object]] = []
         self.buffers = HostBuffers(pinned=self._stream is not None)
         self._kept: HostBuffers | None = None
+        self._sums = HostSums(pinned=self._stream is not None)
 
     @property
     def is_cuda(self) -> bool:
@@ -180,6 +198,7 @@ class Copier:
         """What makes tensors (views, gathers) inside does it on the stream that copies them."""
         self.wait()
         self.buffers.clear()
+        self._sums.clear()
         if self._stream is None:
             yield
             return
@@ -197,12 +216,14 @@ class Copier:
             self._fillings.append(self._pool.submit(target.copy_, piece.tensor))
             return _Filling(target, self._fillings[-1], place is not None)
         assert self._stream is not None, "the publisher of a CUDA tensor needs its device"
-        target.copy_(piece.converted(), non_blocking=True)
+        converted = piece.converted()
+        target.copy_(converted, non_blocking=True)
+        total = self._sums.begin(converted, piece.box, piece.full_shape)
         arrived = torch.cuda.Event(
             blocking=True
         )  # those who wait sleep, instead of keeping a processor from the writers
         arrived.record(self._stream)
-        return _Arriving(target, arrived, place is not None)
+        return _Arriving(target, total, arrived, place is not None)
 
     def lend(self, piece: Piece) -> Copy:
         """As `copy`, for a caller who leaves the tensor alone until it is written: host memory is not copied."""

@@ -109,7 +109,7 @@ def _write_piece(fd: int, place: Placement, piece: Piece, copy: Copy) -> Written
         length, offsets = runs(piece.box, piece.full_shape, DTYPE_BYTES[piece.dtype])
         for number, offset in enumerate(offsets):
             _pwrite(fd, view[number * length : (number + 1) * length], place.offset + offset)
-    return [(piece.name, Part(piece.box.start, piece.box.shape, digest))]
+    return [(piece.name, Part(piece.box.start, piece.box.shape, digest, copy.sum64()))]
 
 
 def _pwrite(fd: int, data: memoryview, offset: int) -> None:

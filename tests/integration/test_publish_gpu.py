@@ -20,6 +20,7 @@ from stages.weights.publish import Publisher
 from stages.weights.reader import load_manifest, read_verified
 from stages.weights.tensors import LocalTensor
 from stages.weights.versions import read_version
+from tests.engine_kit import with_sums
 from tests.weights_kit import PROBE, as_writer, make_context, make_source
 
 pytestmark = pytest.mark.gpu
@@ -92,3 +93,41 @@ def test_a_delta_of_a_gpus_parameters_is_read_as_what_they_were(tmp_path: Path) 
             assert (manifest.delta is not None) == (version > 0)
             read = read_version(run, load_manifest(run, version, manifest.digest))
             assert all(torch.equal(read[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("delta", ["off", "sparse"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_sums_of_a_gpus_parameters_are_those_of_the_published_bytes(tmp_path: Path, dtype: str, delta: str) -> None:
+    """Also of views that are not contiguous, that begin within a word, and of several pieces; a row of half words has none."""
+    run = RunDir.create(tmp_path / "run")
+    device = torch.device("cuda", 0)
+    memory = torch.randn(8_000_003, device=device)
+    parameters = {
+        "pieces": torch.randn(24_000, 4096, device=device),
+        "transposed": torch.randn(1000, 3000, device=device).t(),
+        "columns": torch.randn(3000, 2000, device=device)[:, 500:1500],
+        "odd_place": memory[3:].view(2000, 4000),
+        "odd_place_16": memory.bfloat16()[1:8_000_001].view(2000, 4000),
+        "vector": torch.randn(3584, device=device),
+        "half_words": torch.randn(300, 17, device=device),
+        "scalar": torch.randn((), device=device),
+        "empty": torch.randn(0, 16, device=device),
+    }
+    options, source = WeightsConfig(dtype=dtype, delta=delta), make_source(tmp_path / "source")
+
+    with Publisher(run, source_folder=source, options=options, device=device) as publisher:
+        for version in (1, 2):
+            parameters["pieces"][::1000] += 1.0
+            owned = [LocalTensor.whole(name, parameter) for name, parameter in parameters.items()]
+            publication = publisher.begin(version, version, owned, PROBE)
+            for parameter in parameters.values():
+                parameter.neg_()  # after the snapshot: neither bytes nor sums may be of this
+            manifest = load_manifest(run, version, publication.finish().digest)
+            for parameter in parameters.values():
+                parameter.neg_()
+
+            assert manifest == with_sums(manifest, read_version(run, manifest))
+            assert len(manifest.tensors["pieces"].parts) > 1
+            without = {name for name, entry in manifest.tensors.items() if entry.parts[0].sum64 is None}
+            assert without == {"half_words", "scalar"}
+            assert (manifest.delta is not None) == (version == 2 and delta == "sparse")

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.rollout.checksums import column_factors, device_sums, host_sum, word_of
+from stages.rollout.checksums import device_sums, host_sum, word_of
+from stages.weights.sums import column_factors
 
 FACTORS = column_factors(4096)
 

@@ -36,7 +36,7 @@ from tests.delta_kit import (
     same,
     sparse_publisher,
 )
-from tests.engine_kit import EngineModel, checkpoint, engine, loaded, start_folder
+from tests.engine_kit import EngineModel, checkpoint, engine, loaded, part_sums_on_the_host, start_folder
 
 LAYOUT = SegmentLayout.of({name: ("F32", shape) for name, shape in SHAPES.items()})
 
@@ -315,10 +315,13 @@ def test_a_process_that_gets_a_kill_leaves_the_same(run: RunDir) -> None:
 # ---- the engine ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("published", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_engine_follows_deltas_and_all_its_checksums_are_those_of_the_version(
-    run: RunDir, tmp_path: Path, size: int
+    run: RunDir, tmp_path: Path, size: int, published: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if published:
+        part_sums_on_the_host(monkeypatch)
     start = start_folder(tmp_path / "start", checkpoint(0))
     engines = [engine(run, loaded(EngineModel(rank, size), checkpoint(0)), start) for rank in range(size)]
     tensors = checkpoint(0)
@@ -326,15 +329,18 @@ def test_an_engine_follows_deltas_and_all_its_checksums_are_those_of_the_version
         for version in range(3):
             manifest = publish_next(publisher, version, tensors)
             for weights in engines:
-                check_swap(run, weights, manifest, tensors)
+                used = check_swap(run, weights, manifest, tensors)
+                assert used == (0 if not published else len(manifest.tensors) if size == 1 else 1)
             tensors["model.embed_tokens.weight"][1, 1] += 1.0
     assert load_manifest(run, 2).delta is not None
 
 
-def check_swap(run: RunDir, weights: EngineWeights, manifest: Manifest, tensors: Tensors) -> None:
+def check_swap(run: RunDir, weights: EngineWeights, manifest: Manifest, tensors: Tensors) -> int:
+    """How many of the compared sums were the trainer's."""
     staged = weights.stage(run, manifest, deadline_s=5.0, check=lambda: None)
     assert weights.swap(staged)["fault"] == ""
     weights.staging.release()
     model = weights._model
     wanted = loaded(EngineModel(model.rank, model.size), tensors)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), wanted.parameters(), strict=True))
+    return staged.published_sums

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stages.weights import parallel
 from stages.weights.filesystems import LOCAL, filesystem_magic
-from stages.weights.parallel import Lanes
+from stages.weights.parallel import Lanes, map_threads
 from stages.weights.snapshot import HostBuffers
 
 
@@ -119,3 +121,54 @@ def test_the_kind_of_a_filesystem_is_found(tmp_path: Path) -> None:
     assert filesystem_magic(Path("/proc")) not in LOCAL
     with pytest.raises(FileNotFoundError):
         filesystem_magic(tmp_path / "missing")
+
+
+# ---- items for some threads --------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20, deadline=None)
+@given(items=st.lists(st.integers(), max_size=30), threads=st.integers(1, 5))
+def test_results_come_in_the_order_of_their_items(items: list[int], threads: int) -> None:
+    assert map_threads(lambda item: item + 1, items, threads) == [item + 1 for item in items]
+
+
+def test_the_callers_thread_is_one_of_those_that_work() -> None:
+    together = threading.Barrier(3, timeout=20)
+
+    def work(_item: int) -> int:
+        together.wait()
+        return threading.get_ident()
+
+    found = map_threads(work, [0, 1, 2], 3)
+
+    assert len(set(found)) == 3
+    assert threading.get_ident() in found
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_after_an_error_no_further_item_is_begun_and_the_running_ones_end(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+    together, no_more = threading.Barrier(threads, timeout=20), threading.Event()
+
+    class Waiting(deque[int]):
+        def clear(self) -> None:
+            super().clear()
+            no_more.set()
+
+    def work(item: int) -> None:
+        begun.append(item)
+        together.wait()
+        if item == 0:
+            raise ValueError("item 0")
+        assert no_more.wait(20)
+        ended.append(item)
+
+    monkeypatch.setattr(parallel, "deque", Waiting)
+    with pytest.raises(ValueError, match="item 0"):
+        map_threads(work, list(range(9)), threads)
+
+    assert sorted(begun) == list(range(threads))
+    assert ended == list(range(1, threads))

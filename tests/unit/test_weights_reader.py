@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -208,6 +209,36 @@ def test_every_byte_is_read_once(published: tuple[RunDir, Manifest], monkeypatch
     read_verified(run, manifest)
 
     assert sum(got) == manifest.total_bytes
+
+
+def lengths_of_reads(run: RunDir, manifest: Manifest, monkeypatch: pytest.MonkeyPatch, **how: Any) -> list[int]:
+    """Of all reads of tensors, in order; the beginnings of files are left out."""
+    got: list[int] = []
+    honest = reader.read_into
+
+    def read_into(fd: int, view: memoryview, offset: int, file: str, wanted_bytes: int) -> None:
+        if offset:
+            got.append(len(view))
+        honest(fd, view, offset, file, wanted_bytes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reader, "read_into", read_into)
+        read_verified(run, manifest, threads=1, **how)
+    return got
+
+
+def test_the_largest_part_is_read_first_and_each_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread must not be left with a large one at the end; and each call may have to wait for the interpreter."""
+    run = RunDir.create(tmp_path / "run")
+    tensors = {f"t{rows}": torch.randn(rows, 8) for rows in (2, 9, 5, 7)}
+    manifest = publish_full(run, 1, tensors)
+    monkeypatch.setattr(reader, "_CHUNK_BYTES", 100)
+
+    alone = lengths_of_reads(run, manifest, monkeypatch)
+    told = lengths_of_reads(run, manifest, monkeypatch, arrived=lambda *_: None)
+
+    assert alone == [9 * 32, 7 * 32, 5 * 32, 2 * 32]
+    assert told == [96, 96, 96, 96, 96, 32, 96, 64, 64]  # whole rows
 
 
 def test_a_folder_that_shows_up_late_is_waited_for(tmp_path: Path) -> None:
