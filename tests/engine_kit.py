@@ -139,7 +139,7 @@ def part_sums_on_the_host(monkeypatch: pytest.MonkeyPatch, wrong: str = "") -> N
             self.converted_bytes = self._copy.converted_bytes
             self.in_file = self._copy.in_file
             self.bytes = self._copy.bytes
-            total = copier._sums.begin(piece.converted(), piece.box, piece.full_shape)
+            total = PartSums().of(piece.converted(), piece.box, piece.full_shape)
             self._sum64 = None if total is None else int(total) ^ int(piece.name == wrong)
 
         def sum64(self) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from stages.weights.boxes import Box
@@ -43,6 +43,7 @@ class _Encoded:
 
     name: str
     part: Part
+    copy: Copy
     change: tuple[Delta, bytes] | None
 
 
@@ -103,26 +104,27 @@ class RankEncoder:
         changes = [
             (encoded.name, packer.add(encoded.part.start, *encoded.change)) for encoded in done if encoded.change
         ]
-        return Payloads([(encoded.name, encoded.part) for encoded in done], changes, packer.files())
+        parts = [(encoded.name, replace(encoded.part, sum64=encoded.copy.sum64())) for encoded in done]
+        return Payloads(parts, changes, packer.files())
 
     def close(self) -> None:
         """Begin no further piece, wait for those under way, forget all."""
         self._lanes.stop()
         wait(self._workers)
-        self._workers, self._digests = [], {}
+        self._lanes, self._workers, self._digests = Lanes(()), [], {}
 
     def _encode(self, base: Snapshot, piece: Piece, copy: Copy) -> _Encoded | None:
         if self._bytes > self._most_bytes:
             return None
         data, key = copy.bytes(), (piece.name, piece.box)
         digests = (self._digests[key], xxh3_128(data))
-        part = Part(piece.box.start, piece.box.shape, digests[1], copy.sum64())
+        part = Part(piece.box.start, piece.box.shape, digests[1])
         if digests[0] == digests[1]:
-            return _Encoded(piece.name, part, None)
+            return _Encoded(piece.name, part, copy, None)
         change = encode(base.pieces[key], data, DTYPE_BYTES[piece.dtype], digests=digests)
         with self._lock:
             self._bytes += len(change[1])
-        return _Encoded(piece.name, part, change)
+        return _Encoded(piece.name, part, copy, change)
 
 
 class _Packer:

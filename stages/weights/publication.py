@@ -122,8 +122,10 @@ class Publication:
             self._is_kept = self._publisher.keeps_snapshots and not lend
             try:
                 self._encode(self._base) if self._base is not None else self._start()
-                for _, copy in self._copies if not lend else ():
-                    copy.bytes()
+                if not lend:
+                    for _, copy in self._copies:
+                        copy.bytes()
+                    self._publisher.copier.wait()  # until sums are made, too
             except (OSError, RuntimeError, ValueError) as problem:
                 self._problem = problem  # the other ranks hear of it in `finish`
         except BaseException:

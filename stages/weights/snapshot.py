@@ -12,7 +12,7 @@ import torch
 
 from stages.weights.boxes import Box, split
 from stages.weights.manifest import DTYPE_BYTES
-from stages.weights.sums import HostSums
+from stages.weights.sums import VersionSums
 from stages.weights.tensors import TORCH_DTYPES, Bytes, LocalTensor, bytes_of
 
 PIECE_BYTES = 64 << 20
@@ -70,7 +70,10 @@ class Copy(Protocol):
         ...
 
     def sum64(self) -> int | None:
-        """That of the part, made where the tensor lies; None where that would cost a pass over host memory. Waits like `bytes`."""
+        """That of the part, made where the tensor lies; None where that would cost a pass over host memory.
+
+        Waits until all copies of the version are there.
+        """
         ...
 
 
@@ -144,14 +147,15 @@ class _Filling:
         return None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Arriving:
-    """A CUDA stream copies it, and its sum (int64[], pinned); `arrived` is recorded behind both."""
+    """A CUDA stream copies it; `arrived` is recorded behind the copy. `number` is that of its sum in `sums`, set once it is begun."""
 
     target: torch.Tensor
-    sum: torch.Tensor | None
     arrived: torch.cuda.Event
     in_file: bool
+    sums: VersionSums
+    number: int | None = None
     converted_bytes: int = 0
 
     def bytes(self) -> Bytes:
@@ -159,26 +163,50 @@ class _Arriving:
         return bytes_of(self.target)
 
     def sum64(self) -> int | None:
-        self.arrived.synchronize()
-        return None if self.sum is None else int(self.sum)
+        return None if self.number is None else self.sums.value(self.number)
+
+
+class _Events:
+    """Events that a thread can wait for asleep, instead of keeping a processor from the writers. Made once: each takes half a
+    millisecond (measured in a virtual machine, by what asks for an interrupt)."""
+
+    def __init__(self) -> None:
+        self._made: list[torch.cuda.Event] = []
+        self._taken = 0
+
+    def clear(self) -> None:
+        """Nobody waits for any."""
+        self._taken = 0
+
+    def recorded(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        if self._taken == len(self._made):
+            self._made.append(torch.cuda.Event(blocking=True))
+        event = self._made[self._taken]
+        self._taken += 1
+        event.record(stream)
+        return event
 
 
 class Copier:
     """Begins copies of pieces, on whatever device they lie; one version at a time.
 
     Copies from a GPU run on a stream of their own that begins behind what the current stream has to do, into pinned memory.
-    Temporary device memory is one piece: it belongs to that stream, which uses it again in its own order. The sums of the words
-    are made there too, in a hundredth of the time of the copy.
+    Temporary device memory is one piece: it belongs to that stream, which uses it again in its own order. The sums of their words
+    are made there too; those of what needs no conversion on a second stream, behind its copy: where another process computes on
+    the GPU each sum has to wait for its turn, and copies must not wait for sums.
     """
 
     def __init__(self, device: torch.device, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._sum_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._fillings: list[Future[object]] = []
         self.buffers = HostBuffers(pinned=self._stream is not None)
         self._kept: HostBuffers | None = None
-        self._sums = HostSums(pinned=self._stream is not None)
+        self._sums = VersionSums(device)
+        self._events = _Events()
+        self._not_summed: list[tuple[Piece, _Arriving]] = []
 
     @property
     def is_cuda(self) -> bool:
@@ -199,12 +227,21 @@ class Copier:
         self.wait()
         self.buffers.clear()
         self._sums.clear()
-        if self._stream is None:
+        self._events.clear()
+        self._not_summed = []
+        if self._stream is None or self._sum_stream is None:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
+        with torch.cuda.stream(self._sum_stream):
+            for piece, copy in self._not_summed:
+                self._sum_stream.wait_event(copy.arrived)  # what was made inside is there by then
+                copy.number = self._sums.begin(piece.tensor, piece.box, piece.full_shape)
+        self._stream.wait_stream(self._sum_stream)
+        with torch.cuda.stream(self._stream):
+            self._sums.bring()
 
     def copy(self, piece: Piece, place: torch.Tensor | None = None) -> Copy:
         """Inside `copying`. The copy is complete when its `bytes` returns.
@@ -218,12 +255,12 @@ class Copier:
         assert self._stream is not None, "the publisher of a CUDA tensor needs its device"
         converted = piece.converted()
         target.copy_(converted, non_blocking=True)
-        total = self._sums.begin(converted, piece.box, piece.full_shape)
-        arrived = torch.cuda.Event(
-            blocking=True
-        )  # those who wait sleep, instead of keeping a processor from the writers
-        arrived.record(self._stream)
-        return _Arriving(target, total, arrived, place is not None)
+        copy = _Arriving(target, self._events.recorded(self._stream), place is not None, self._sums)
+        if converted.data_ptr() == piece.tensor.data_ptr():
+            self._not_summed.append((piece, copy))
+        else:
+            copy.number = self._sums.begin(converted, piece.box, piece.full_shape)
+        return copy
 
     def lend(self, piece: Piece) -> Copy:
         """As `copy`, for a caller who leaves the tensor alone until it is written: host memory is not copied."""
@@ -234,4 +271,4 @@ class Copier:
         wait(self._fillings)
         self._fillings = []
         if self._stream is not None:
-            self._stream.synchronize()
+            self._stream.synchronize()  # which waits for the other one

@@ -13,7 +13,6 @@ import torch
 from stages.weights.boxes import Box, word_columns
 
 _SPREAD = 0x1E3779B97F4A7C15
-_BLOCK_SUMS = 4096
 
 
 def column_factors(width: int, device: torch.device | None = None) -> torch.Tensor:
@@ -51,30 +50,51 @@ class PartSums:
         return self._factors[columns.start : columns.stop]
 
 
-class HostSums:
-    """Sums on their way into host memory (pinned for a GPU), which the next version uses again."""
+class VersionSums:
+    """The sums of a version's parts, made on the device and brought to the host together, behind everything else.
 
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
+    Numbers are what `begin` counts from 0.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
         self._parts = PartSums()
-        self._blocks: list[torch.Tensor] = []
-        self._taken = 0
+        self._totals: list[torch.Tensor] = []
+        self._values = torch.empty(0, dtype=torch.int64)
+        self._arrived: torch.cuda.Event | None = None
 
     def clear(self) -> None:
         """Those that were begun so far are not read any more."""
-        self._taken = 0
+        self._totals = []
 
-    def begin(self, tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """As `PartSums.of`, but in host memory: there once the current stream has done what it was given."""
+    def begin(self, tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int | None:
+        """As `PartSums.of`, on the current stream; the number of the sum."""
         total = self._parts.of(tensor, box, shape)
-        return None if total is None else self._place().copy_(total, non_blocking=True)
+        if total is None:
+            return None
+        self._totals.append(total)
+        return len(self._totals) - 1
 
-    def _place(self) -> torch.Tensor:
-        block, index = divmod(self._taken, _BLOCK_SUMS)
-        if block == len(self._blocks):
-            self._blocks.append(torch.empty(_BLOCK_SUMS, dtype=torch.int64, pin_memory=self._pinned))
-        self._taken += 1
-        return self._blocks[block][index]
+    def bring(self) -> None:
+        """Let the current stream, which waits for those that made sums, copy them to the host."""
+        if not self._totals:
+            return
+        stacked = torch.stack(self._totals)
+        if not self._is_cuda:
+            self._values = stacked
+            return
+        if len(self._values) < len(stacked):
+            self._values = torch.empty(len(stacked), dtype=torch.int64, pin_memory=True)
+        self._values[: len(stacked)].copy_(stacked, non_blocking=True)
+        self._totals.append(stacked)  # another stream may have made it: its memory stays as it is until all is done
+        self._arrived = torch.cuda.Event(blocking=True)
+        self._arrived.record()
+
+    def value(self, number: int) -> int:
+        """Waits for it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return int(self._values[number])
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +24,9 @@ _WRITE_BYTES = 64 << 20  # one pwrite; Linux cuts longer ones at 2 GiB anyway
 Written = list[tuple[str, Part]]
 """Names of tensors, each with a part of it that has been written."""
 
+_Unsummed = list[tuple[str, Part, Copy]]
+"""The same, before sums are asked for: that waits for the copies of all pieces."""
+
 
 class RankWriter:
     """Hashes and writes each piece of one rank as soon as its copy is in host memory.
@@ -33,8 +37,8 @@ class RankWriter:
     def __init__(self) -> None:
         self._files = ExitStack()
         self._fds: dict[str, int] = {}
-        self._lanes: Lanes[Written] = Lanes(())
-        self._workers: list[Future[list[Written]]] = []
+        self._lanes: Lanes[_Unsummed] = Lanes(())
+        self._workers: list[Future[list[_Unsummed]]] = []
         self.began_s = self.ended_s = 0.0
 
     def start(
@@ -76,15 +80,16 @@ class RankWriter:
         if flush:
             map_threads(os.fsync, list(self._fds.values()), len(self._fds))
         self._files.close()
-        return [part for written in done for part in written]
+        return [(name, replace(part, sum64=copy.sum64())) for written in done for name, part, copy in written]
 
     def close(self) -> None:
-        """Begin no further write, wait for those under way, close the files."""
+        """Begin no further write, wait for those under way, close the files, let go of the copies."""
         self._lanes.stop()
         wait(self._workers)
+        self._lanes, self._workers = Lanes(()), []
         self._files.close()
 
-    def _note_end(self, _worker: Future[list[Written]]) -> None:
+    def _note_end(self, _worker: Future[list[_Unsummed]]) -> None:
         self.ended_s = time.perf_counter()
 
     def _open(self, path: Path) -> int:
@@ -95,12 +100,12 @@ class RankWriter:
         return fd
 
 
-def _write_beginning(fd: int, data: bytes) -> Written:
+def _write_beginning(fd: int, data: bytes) -> _Unsummed:
     _pwrite(fd, memoryview(data), 0)
     return []
 
 
-def _write_piece(fd: int, place: Placement, piece: Piece, copy: Copy) -> Written:
+def _write_piece(fd: int, place: Placement, piece: Piece, copy: Copy) -> _Unsummed:
     """Hashed in one go, then written: in smaller steps, each still in the processor's cache, an idle machine takes a tenth less
     time, but every step waits for the interpreter's lock, 5 ms each while the training has something to compute."""
     view = copy.bytes().data
@@ -109,7 +114,7 @@ def _write_piece(fd: int, place: Placement, piece: Piece, copy: Copy) -> Written
         length, offsets = runs(piece.box, piece.full_shape, DTYPE_BYTES[piece.dtype])
         for number, offset in enumerate(offsets):
             _pwrite(fd, view[number * length : (number + 1) * length], place.offset + offset)
-    return [(piece.name, Part(piece.box.start, piece.box.shape, digest, copy.sum64()))]
+    return [(piece.name, Part(piece.box.start, piece.box.shape, digest), copy)]
 
 
 def _pwrite(fd: int, data: memoryview, offset: int) -> None:

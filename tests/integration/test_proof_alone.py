@@ -14,7 +14,7 @@ from tests.rollout_kit import save_model, tiny_model
 pytestmark = pytest.mark.vllm
 
 STEP_TOKENS = 64
-PROMPT = list(range(5, 25))
+PROMPT = [5 + number % 50 for number in range(100)]
 Made = tuple[Any, Callable[..., str]]
 
 
@@ -43,8 +43,8 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Made:
         block_size=16,
     )
 
-    def add(name: str, *, priority: int = 0, tokens: int = len(PROMPT)) -> str:
-        params = SamplingParams(max_tokens=4, temperature=0.0)
+    def add(name: str, *, priority: int = 0, tokens: int = 20) -> str:
+        params = SamplingParams(max_tokens=4 if priority == 0 else 1, temperature=0.0)
         scheduler.add_request(Request(name, PROMPT[:tokens], params, None, priority=priority))
         return name
 
@@ -63,8 +63,37 @@ def test_after_a_swap_the_proof_has_a_step_of_its_own_and_the_others_the_next(ma
     proof = add("proof", priority=PROOF_PRIORITY, tokens=7)
     canary = add("canary", priority=PROOF_PRIORITY, tokens=17)
 
-    assert scheduler.schedule().num_scheduled_tokens == {proof: 7, canary: 17}
-    assert {"a", "b"} <= scheduler.schedule().num_scheduled_tokens.keys()
+    step = scheduler.schedule()
+    assert step.num_scheduled_tokens == {proof: 7, canary: 17}
+    assert scheduler.schedule().num_scheduled_tokens == {}
+    answer(scheduler, step)
+    assert {"a", "b"} == scheduler.schedule().num_scheduled_tokens.keys()
+
+
+def test_a_proof_that_is_longer_than_a_step_goes_on_in_the_next(made: Made) -> None:
+    from stages.rollout.compat import PROOF_PRIORITY
+
+    scheduler, add = made
+    add("a")
+
+    proof = add("proof", priority=PROOF_PRIORITY, tokens=STEP_TOKENS + 9)
+
+    assert scheduler.schedule().num_scheduled_tokens == {proof: STEP_TOKENS}
+    last = scheduler.schedule()
+    assert last.num_scheduled_tokens == {proof: 9}
+    assert scheduler.schedule().num_scheduled_tokens == {}
+    answer(scheduler, last)
+    assert scheduler.schedule().num_scheduled_tokens == {"a": 20}
+
+
+def answer(scheduler: Any, step: Any) -> None:
+    """The model's answer to a step: one token for each request, which is its last."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    names = list(step.num_scheduled_tokens)
+    index = {name: number for number, name in enumerate(names)}
+    tokens = [[3] for _ in names]
+    scheduler.update_from_output(step, ModelRunnerOutput(names, index, tokens))
 
 
 def test_a_proof_beside_running_requests_takes_nothing_from_them(made: Made) -> None:

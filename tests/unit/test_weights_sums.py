@@ -21,7 +21,7 @@ from stages.weights.boxes import Box
 from stages.weights.errors import RecordError
 from stages.weights.manifest import DTYPE_BYTES, Manifest, Part, TensorEntry
 from stages.weights.reader import load_manifest
-from stages.weights.sums import HostSums, PartSums, column_factors, wrapped
+from stages.weights.sums import PartSums, VersionSums, column_factors, wrapped
 from stages.weights.tensors import TORCH_DTYPES
 from tests.delta_kit import publish_next, sparse_publisher
 from tests.engine_kit import part_sums_on_the_host, with_sums
@@ -102,21 +102,20 @@ def test_a_part_that_begins_within_a_word_of_its_memory_has_the_same_sum(offset:
     assert int(found) == int(wanted)
 
 
-def test_sums_of_many_parts_keep_their_places_until_the_next_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.weights.sums._BLOCK_SUMS", 3)
-    sums = HostSums(pinned=False)
+def test_sums_of_a_version_are_brought_together_and_are_those_of_the_next_after_it() -> None:
+    sums = VersionSums(torch.device("cpu"))
     tensors = [torch.full((2, 4), float(number)) for number in range(8)]
     box = Box((0, 0), (2, 4))
 
-    first = [sums.begin(tensor, box, (2, 4)) for tensor in tensors]
-    values = [int(one) for one in first if one is not None]
-    sums.clear()
-    again = sums.begin(tensors[5], box, (2, 4))
+    assert [sums.begin(tensor, box, (2, 4)) for tensor in tensors] == list(range(8))
+    assert sums.begin(torch.zeros(3), Box((0,), (3,)), (3,)) is None
+    sums.bring()
+    assert [sums.value(number) for number in range(8)] == [host_sum(tensor, torch.int64, FACTORS) for tensor in tensors]
 
-    assert values == [host_sum(tensor, torch.int64, FACTORS) for tensor in tensors]
-    assert again is not None
-    assert first[0] is not None
-    assert again.data_ptr() == first[0].data_ptr()
+    sums.clear()
+    assert sums.begin(tensors[5], box, (2, 4)) == 0
+    sums.bring()
+    assert sums.value(0) == host_sum(tensors[5], torch.int64, FACTORS)
 
 
 # ---- which of them an engine can use -----------------------------------------------------------------------------------
