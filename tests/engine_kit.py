@@ -134,8 +134,8 @@ def part_sums_on_the_host(monkeypatch: pytest.MonkeyPatch, wrong: str = "") -> N
     honest = snapshot.Copier.copy
 
     class Summed:
-        def __init__(self, copier: snapshot.Copier, piece: snapshot.Piece) -> None:
-            self._copy = honest(copier, piece)
+        def __init__(self, copier: snapshot.Copier, piece: snapshot.Piece, place: torch.Tensor | None = None) -> None:
+            self._copy = honest(copier, piece, place)
             self.converted_bytes = self._copy.converted_bytes
             self.in_file = self._copy.in_file
             self.bytes = self._copy.bytes
@@ -146,4 +146,4 @@ def part_sums_on_the_host(monkeypatch: pytest.MonkeyPatch, wrong: str = "") -> N
             return self._sum64
 
     for name in ("copy", "lend"):
-        monkeypatch.setattr(snapshot.Copier, name, lambda copier, piece: Summed(copier, piece))
+        monkeypatch.setattr(snapshot.Copier, name, lambda *what: Summed(*what))
