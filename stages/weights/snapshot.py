@@ -256,7 +256,7 @@ class Copier:
         converted = piece.converted()
         target.copy_(converted, non_blocking=True)
         copy = _Arriving(target, self._events.recorded(self._stream), place is not None, self._sums)
-        if converted.data_ptr() == piece.tensor.data_ptr():
+        if converted is piece.tensor:
             self._not_summed.append((piece, copy))
         else:
             copy.number = self._sums.begin(converted, piece.box, piece.full_shape)

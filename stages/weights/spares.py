@@ -21,10 +21,13 @@ import stat
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stages.rundir import RunDir
 from stages.weights.filesystems import is_quicker_written_over
-from stages.weights.mapped_files import MappedFiles
+
+if TYPE_CHECKING:
+    from stages.weights.mapped_files import MappedFiles  # it needs torch, which a collection does without
 
 _SPARE = re.compile(r"^\.v\d{6,}\.spare-(?P<attempt>\d+)-[0-9a-f]+$")
 _BLOCK_BYTES = 512  # of st_blocks, stat(2)

@@ -58,7 +58,7 @@ class VersionSums:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._parts = PartSums()
+        self._parts: dict[int, PartSums] = {}  # by stream: one must not use factors that another one is about to make
         self._totals: list[torch.Tensor] = []
         self._values = torch.empty(0, dtype=torch.int64)
         self._arrived: torch.cuda.Event | None = None
@@ -69,7 +69,8 @@ class VersionSums:
 
     def begin(self, tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int | None:
         """As `PartSums.of`, on the current stream; the number of the sum."""
-        total = self._parts.of(tensor, box, shape)
+        stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+        total = self._parts.setdefault(stream, PartSums()).of(tensor, box, shape)
         if total is None:
             return None
         self._totals.append(total)
