@@ -30,13 +30,19 @@ _DEADLINE_S = 60.0
 
 
 class Exchange:
-    """A run whose weights are published again and again. `snapshot_s`: what the last publication kept training waiting."""
+    """A run whose weights are published again and again. `snapshot_s`: what the last publication kept training waiting.
+
+    A second run is for versions that are written to new files; the first one's files are the same all the time.
+    """
 
     def __init__(self, folder: Path, shape: Shape, dtype: str, threads: int, fsync: str) -> None:
         self.run = RunDir.create(folder / "run")
         self._options = WeightsConfig(dtype=dtype, io_threads=threads, fsync=fsync)
         source = write_config(folder / "model", shape, dtype)
-        self._publisher = Publisher(self.run, source_folder=source, options=self._options)
+        self._other_run = RunDir.create(folder / "other_run")
+        self._publisher, self._other = (
+            Publisher(run, source_folder=source, options=self._options) for run in (self.run, self._other_run)
+        )
         self.tensors = random_tensors(shape, TORCH_DTYPES[SAFETENSORS_NAMES[dtype]], "cpu", seed=0)
         self.version = 0
         self.snapshot_s = 0.0
@@ -47,6 +53,7 @@ class Exchange:
 
     def __exit__(self, *_: object) -> None:
         self._publisher.close()
+        self._other.close()
 
     @property
     def folder(self) -> Path:
@@ -55,23 +62,29 @@ class Exchange:
 
     def publish(self, *, lend: bool = False) -> Manifest:
         self.version += 1
+        return self._publish(self._publisher, lend=lend)
+
+    def publish_new(self) -> Manifest:
+        """To new files; `remove_new` removes them."""
+        return self._publish(self._other, lend=False)
+
+    def remove_new(self) -> None:
+        remove_tree(self._other_run.weights_version(self.version))
+
+    def _publish(self, publisher: Publisher, *, lend: bool) -> Manifest:
         largest_first = sorted(self.tensors.items(), key=lambda item: -item[1].numel())  # as a trainer gives them
         tensors = [LocalTensor.whole(name, tensor) for name, tensor in largest_first]
-        publication = self._publisher.begin(self.version, self.version, tensors, PROBE, lend=lend)
+        publication = publisher.begin(self.version, self.version, tensors, PROBE, lend=lend)
         manifest = publication.finish()
         self.snapshot_s = publication.report.snapshot_s
         return manifest
-
-    def remove(self) -> None:
-        """The newest version's files."""
-        remove_tree(self.folder)
 
     def recycle(self) -> bool:
         """As a collection does with a version that nobody uses: the next is written over its files (True), or, on filesystems where
         that is not quicker, they are removed."""
         is_kept = spares.keep(self.run, self.folder)
         if not is_kept:
-            self.remove()
+            remove_tree(self.folder)
         return is_kept
 
     @cached_property

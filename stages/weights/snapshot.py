@@ -85,14 +85,17 @@ class HostBuffers:
         self._segments: list[torch.Tensor] = []
         self._segment = 0
         self._used_bytes = 0
+        self._used_before = 0
 
     @property
     def allocated_bytes(self) -> int:
         return sum(segment.numel() for segment in self._segments)
 
     def clear(self) -> None:
-        """Everything taken since the last time may be taken again; what was not needed then is given back."""
-        del self._segments[self._segment + (self._used_bytes > 0) :]
+        """Everything taken since the last time may be taken again; what was needed neither then nor before is given back."""
+        used = self._segment + (self._used_bytes > 0)
+        del self._segments[max(used, self._used_before) :]
+        self._used_before = used
         self._segment = self._used_bytes = 0
 
     def take(self, num_bytes: int) -> torch.Tensor:

@@ -104,6 +104,19 @@ def test_host_buffers_never_give_the_same_byte_twice(sizes: list[int]) -> None:
         assert all(bool((tensor == number).all()) for number, tensor in enumerate(taken))
 
 
+def test_host_memory_that_two_versions_did_not_need_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.weights.snapshot._FIRST_SEGMENT_BYTES", 1024)
+    buffers, allocated = HostBuffers(pinned=False), []
+
+    for versions_bytes in (4000, 0, 4000, 0, 0, 0):
+        buffers.clear()
+        if versions_bytes:
+            buffers.take(versions_bytes)
+        allocated.append(buffers.allocated_bytes)
+
+    assert allocated == [4000, 4000, 4000, 4000, 4000, 0]
+
+
 def test_host_buffers_grow_by_powers_of_two_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stages.weights.snapshot._FIRST_SEGMENT_BYTES", 1024)
     monkeypatch.setattr("stages.weights.snapshot._LAST_SEGMENT_BYTES", 4096)
