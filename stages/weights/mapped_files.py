@@ -13,6 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,7 +97,9 @@ class MappedFiles:
 
     def close(self) -> None:
         while self._held:
-            self._held.popitem()[1].close()
+            # A device that has failed says so here again; the driver gives the pages back with the process.
+            with suppress(torch.cuda.CudaError):
+                self._held.popitem()[1].close()
 
     def _hold(self, path: Path, num_bytes: int) -> _Mapped:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
