@@ -28,11 +28,11 @@ from stages.rollout.errors import RolloutError
 from stages.rollout.memory_folder import ForeignFolderError, joined_memory_folder
 from stages.rollout.signature import Signature
 from stages.weights.manifest import DTYPE_BYTES, canonical, xxh3_128
+from stages.weights.pinning import pin
 from stages.weights.tensors import TORCH_DTYPES
 
 _ALIGNMENT_BYTES = 256
 _LOCK_POLL_S = 0.005
-_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable
 
 Patch = Callable[[str, Callable[[str], None]], bool]
 """Called with the name of what is in the memory and a function that writes another one; False when it changed nothing."""
@@ -83,7 +83,7 @@ class Staging:
             self._segment = _Segment(run_id, layout)
             self.memory = self._segment.memory
             if for_cuda:
-                _register(self.memory)
+                _pin(self.memory)
         except NoSharedMemoryError as problem:
             self._segment, self.why_private = None, str(problem)
             self.memory = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=for_cuda)
@@ -224,10 +224,9 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
-def _register(memory: torch.Tensor) -> None:
-    """Pin the pages for this process, so that copies to the GPU are direct. Raises NoSharedMemoryError."""
-    result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _HOST_REGISTER_PORTABLE)
+def _pin(memory: torch.Tensor) -> None:
+    """Raises NoSharedMemoryError."""
     try:
-        torch.cuda.check_error(result)
+        pin(memory)
     except torch.cuda.CudaError as problem:
         raise NoSharedMemoryError(f"cudaHostRegister of {memory.numel():,} shared bytes: {problem}") from problem

@@ -20,8 +20,7 @@ from pathlib import Path
 import torch
 
 from stages.weights.parallel import map_threads
-
-_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable
+from stages.weights.pinning import pin, unpin
 
 Identity = tuple[int, int]
 """Device and inode."""
@@ -49,17 +48,14 @@ class _Mapped:
         )
         mapped = cls(fd, memory, device)
         if device.type == "cuda":
-            with torch.cuda.device(device):  # a thread begins with device 0, and would make a context there
-                result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, _HOST_REGISTER_PORTABLE)
-            torch.cuda.check_error(result)
+            pin(memory, device)
         return mapped
 
     def close(self) -> None:
         """Views of `memory` may live on; they keep the pages, and nothing else."""
         os.close(self.fd)
         if self.device.type == "cuda":
-            with torch.cuda.device(self.device):
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()))
+            unpin(self.memory, self.device)
 
 
 class MappedFiles:

@@ -186,9 +186,12 @@ def test_memory_that_cuda_cannot_register_is_not_used(shm: Path, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "check_error", refuse)
     monkeypatch.setattr(torch, "empty", empty)
+    forgotten: list[bool] = []
+    monkeypatch.setattr("stages.weights.pinning._forget_error", lambda: forgotten.append(True))
 
     assert "cudaHostRegister of 768 shared bytes" in Staging("run", LAYOUT, for_cuda=True).why_private
     assert made == [True]
+    assert forgotten == [True]  # else the engine's next kernel would report it
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
