@@ -24,6 +24,9 @@ from stages.rollout.versions import Segment, VersionTimeline, segments
 PROOF_PRIORITY = -1
 """Ahead of every other request, whose priority is 0: the proof must not queue behind the requests it holds up."""
 
+PROOF_REQUEST = "libra-proof-"
+"""What the ids of proofs begin with. vLLM puts something before the ids of requests that come over HTTP, whatever they ask for."""
+
 _SCHEDULERS = "stages.rollout.compat_scheduler"
 
 
@@ -205,7 +208,7 @@ class VllmEngine:
             output_kind=sampling.RequestOutputKind.FINAL_ONLY,
         )
         self._proofs += 1
-        request_id = f"libra-proof-{self._proofs}"
+        request_id = f"{PROOF_REQUEST}{self._proofs}"
         prompt = {"prompt_token_ids": list(token_ids)}
         collector = await self._engine.add_request(request_id, prompt, params, priority=PROOF_PRIORITY)
         return self._answer(request_id, collector)

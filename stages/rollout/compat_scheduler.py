@@ -17,7 +17,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from stages.rollout.compat import PROOF_PRIORITY
+from stages.rollout.compat import PROOF_REQUEST
 
 
 class _ProofAlone:
@@ -39,7 +39,8 @@ class _ProofAlone:
 
 
 def _is_proof(request: Any) -> bool:
-    return bool(request.priority == PROOF_PRIORITY)
+    """Not by its priority, which a client may ask for too, and then would have the engine for itself."""
+    return str(request.request_id).startswith(PROOF_REQUEST)
 
 
 def _tokens_to_compute(request: Any) -> int:

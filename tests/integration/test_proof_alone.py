@@ -52,7 +52,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Made:
 
 
 def test_after_a_swap_the_proof_has_a_step_of_its_own_and_the_others_the_next(made: Made) -> None:
-    from stages.rollout.compat import PROOF_PRIORITY
+    from stages.rollout.compat import PROOF_PRIORITY, PROOF_REQUEST
 
     scheduler, add = made
     for name in ("a", "b"):
@@ -60,8 +60,8 @@ def test_after_a_swap_the_proof_has_a_step_of_its_own_and_the_others_the_next(ma
     assert scheduler.schedule().num_scheduled_tokens == {"a": 20, "b": 20}
     assert scheduler.reset_prefix_cache(reset_running_requests=True)
 
-    proof = add("proof", priority=PROOF_PRIORITY, tokens=7)
-    canary = add("canary", priority=PROOF_PRIORITY, tokens=17)
+    proof = add(f"{PROOF_REQUEST}1", priority=PROOF_PRIORITY, tokens=7)
+    canary = add(f"{PROOF_REQUEST}2", priority=PROOF_PRIORITY, tokens=17)
 
     step = scheduler.schedule()
     assert step.num_scheduled_tokens == {proof: 7, canary: 17}
@@ -71,12 +71,12 @@ def test_after_a_swap_the_proof_has_a_step_of_its_own_and_the_others_the_next(ma
 
 
 def test_a_proof_that_is_longer_than_a_step_goes_on_in_the_next(made: Made) -> None:
-    from stages.rollout.compat import PROOF_PRIORITY
+    from stages.rollout.compat import PROOF_PRIORITY, PROOF_REQUEST
 
     scheduler, add = made
     add("a")
 
-    proof = add("proof", priority=PROOF_PRIORITY, tokens=STEP_TOKENS + 9)
+    proof = add(f"{PROOF_REQUEST}1", priority=PROOF_PRIORITY, tokens=STEP_TOKENS + 9)
 
     assert scheduler.schedule().num_scheduled_tokens == {proof: STEP_TOKENS}
     last = scheduler.schedule()
@@ -97,16 +97,26 @@ def answer(scheduler: Any, step: Any) -> None:
 
 
 def test_a_proof_beside_running_requests_takes_nothing_from_them(made: Made) -> None:
-    from stages.rollout.compat import PROOF_PRIORITY
+    from stages.rollout.compat import PROOF_PRIORITY, PROOF_REQUEST
 
     scheduler, add = made
     add("a")
     scheduler.schedule()
     add("b")
 
-    canary = add("canary", priority=PROOF_PRIORITY, tokens=17)
+    canary = add(f"{PROOF_REQUEST}2", priority=PROOF_PRIORITY, tokens=17)
 
     assert {canary, "b"} <= scheduler.schedule().num_scheduled_tokens.keys()
+
+
+def test_a_client_that_asks_for_the_priority_of_proofs_does_not_get_the_engine_for_itself(made: Made) -> None:
+    from stages.rollout.compat import PROOF_PRIORITY
+
+    scheduler, add = made
+    add("cmpl-libra-proof-1", priority=PROOF_PRIORITY)
+    add("a")
+
+    assert scheduler.schedule().num_scheduled_tokens == {"cmpl-libra-proof-1": 20, "a": 20}
 
 
 def test_without_a_proof_steps_are_as_full_as_ever(made: Made) -> None:
