@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from conf.sections import WeightsConfig
-from stages.rollout.engine_weights import EngineWeights
+from stages.rollout import memory_folder
+from stages.rollout.engine_weights import EngineWeights, StagedVersion
 from stages.rundir import RunDir
 from stages.weights import snapshot
 from stages.weights.manifest import Manifest, TensorEntry
@@ -24,6 +25,18 @@ EMBED, NORM, DOWN = "model.embed_tokens.weight", "model.norm.weight", "model.dow
 QKV = ("model.q.weight", "model.k.weight", "model.v.weight")
 SHAPES = {EMBED: (10, 8), NORM: (8,), DOWN: (8, 12), QKV[0]: (8, 8), QKV[1]: (4, 8), QKV[2]: (4, 8)}
 _PADDED_ROWS = 16
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run whose node memory is a folder of the test."""
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(memory_folder, "_SHARED_MEMORY", tmp_path / "shm")
+    return RunDir.create(tmp_path / "run")
+
+
+def stage(weights: EngineWeights, run: RunDir, manifest: Manifest) -> StagedVersion:
+    return weights.stage(run, manifest, deadline_s=5.0, check=lambda: None)
 
 
 def checkpoint(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

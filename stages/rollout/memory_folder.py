@@ -109,9 +109,8 @@ def _locked_alone(path: Path) -> Iterator[bool]:
         return
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield _is_current(
-            fd, path
-        )  # not a lock that was removed meanwhile: members may hold the one that has its name now
+        # Not a lock that was removed meanwhile: members may hold the one that has its name now.
+        yield _is_current(fd, path)
     except BlockingIOError:
         yield False
     finally:

@@ -10,30 +10,32 @@ from typing import Any
 import pytest
 import torch
 
-from stages.rollout import memory_folder
-from stages.rollout.engine_weights import EngineWeights, StagedVersion
+from stages.rollout.engine_weights import EngineWeights
 from stages.rundir import RunDir
 from stages.weights import reader
 from stages.weights.errors import DigestMismatchError, SignatureMismatchError
 from stages.weights.manifest import Manifest
-from tests.engine_kit import DOWN, EMBED, NORM, QKV, EngineModel, checkpoint, engine, loaded, publish_version
+from tests.engine_kit import (
+    DOWN,
+    EMBED,
+    NORM,
+    QKV,
+    EngineModel,
+    checkpoint,
+    engine,
+    loaded,
+    publish_version,
+    run,
+    stage,
+)
 from tests.engine_kit import start_folder as made_folder
 
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(memory_folder, "_SHARED_MEMORY", tmp_path / "shm")
-    return RunDir.create(tmp_path / "run")
+__all__ = ["run"]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Path:
     return made_folder(tmp_path / "start", checkpoint(0))
-
-
-def stage(weights: EngineWeights, run: RunDir, manifest: Manifest) -> StagedVersion:
-    return weights.stage(run, manifest, deadline_s=5.0, check=lambda: None)
 
 
 def holds(model: EngineModel, tensors: dict[str, torch.Tensor]) -> bool:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from conf.sections import WeightsConfig
-from stages.rollout import memory_folder, source_sums
-from stages.rollout.engine_weights import EngineWeights, StagedVersion
+from stages.rollout import source_sums
 from stages.rollout.errors import ProofFailedError
 from stages.rollout.orders import Order
 from stages.rollout.reload import Reloads
@@ -30,27 +29,20 @@ from tests.engine_kit import (
     loaded,
     part_sums_on_the_host,
     publish_version,
+    run,
+    stage,
     start_folder,
 )
 from tests.rollout_guard_kit import FakeEngine, in_loop, settings_of
 from tests.weights_kit import publish_full
 from traces.recorder import Recorder
 
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(memory_folder, "_SHARED_MEMORY", tmp_path / "shm")
-    return RunDir.create(tmp_path / "run")
+__all__ = ["run"]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Path:
     return start_folder(tmp_path / "start", checkpoint(0))
-
-
-def stage(weights: EngineWeights, run: RunDir, manifest: Manifest) -> StagedVersion:
-    return weights.stage(run, manifest, deadline_s=5.0, check=lambda: None)
 
 
 def _nothing(*_: Any) -> int:

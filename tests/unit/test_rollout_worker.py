@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 from stages.files import wait_for
-from stages.rollout import memory_folder
 from stages.rollout.errors import UnfitWeightsError
 from stages.rollout.orphans import bind_spawned, environment_of
 from stages.rollout.settings import SERVER_ID_VARIABLE
@@ -21,14 +20,9 @@ from stages.rollout.signature import model_signature
 from stages.rollout.worker import WeightWorker
 from stages.rundir import RunDir
 from stages.weights.manifest import Manifest
-from tests.engine_kit import DOWN, NORM, EngineModel, Runner, checkpoint, loaded, publish_version, start_folder
+from tests.engine_kit import DOWN, NORM, EngineModel, Runner, checkpoint, loaded, publish_version, run, start_folder
 
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(memory_folder, "_SHARED_MEMORY", tmp_path / "shm")
-    return RunDir.create(tmp_path / "run")
+__all__ = ["run"]
 
 
 @pytest.fixture
