@@ -18,6 +18,7 @@ from stages.weights.collect import collect
 from stages.weights.errors import NoSpaceError
 from stages.weights.mapped_files import MappedFiles
 from stages.weights.publish import Publisher
+from stages.weights.reader import load_manifest
 from stages.weights.tensors import LocalTensor
 from tests.weights_kit import PROBE, as_writer, make_context, make_publisher, run_ranks, small_tensors
 from tests.weights_spares_kit import FILE, assert_published, inode, publish, with_spare
@@ -101,6 +102,26 @@ def test_files_in_use_by_turns_stay_mapped_and_no_others(run: RunDir, publisher:
     assert len(maps_of(run)) == 3
     assert not any("deleted" in name for name in maps_of(run))
     assert publisher.copier.allocated_bytes == 0
+
+
+def test_files_that_a_trainer_of_an_older_attempt_has_mapped_are_left_to_it(run: RunDir, publisher: Publisher) -> None:
+    """It hung; what it still copies when it goes on must not show in a version of the next attempt."""
+    publish(publisher, 4)
+    old_inode = inode(run, 4)
+    run.start_attempt(1)
+    later = RunDir.open(run.root, writer="trainer")
+
+    with make_publisher(later) as next_publisher:
+        for version in (5, 6):
+            publish(next_publisher, version)
+        assert 4 in collect(make_context(later)).versions
+        manifest = publish(next_publisher, 7)
+        with pytest.raises((OSError, RuntimeError, ValueError)):
+            publish(publisher, 7, small_tensors(99))
+
+        assert inode(later, 7) != old_inode
+        assert manifest == load_manifest(later, 7)
+        assert_published(later, 7, small_tensors(7))
 
 
 def test_only_a_gpu_has_new_files_mapped(run: RunDir) -> None:
