@@ -122,10 +122,11 @@ class Publication:
             self._is_kept = self._publisher.keeps_snapshots and not lend
             try:
                 self._encode(self._base) if self._base is not None else self._start()
+                self._publisher.copier.sum_up()
                 if not lend:
                     for _, copy in self._copies:
                         copy.bytes()
-                    self._publisher.copier.wait()  # until sums are made, too
+                    self._publisher.copier.wait()  # until the sums are made, too
             except (OSError, RuntimeError, ValueError) as problem:
                 self._problem = problem  # the other ranks hear of it in `finish`
         except BaseException:
@@ -152,6 +153,7 @@ class Publication:
         publisher = self._publisher
         with publisher.copier.copying():
             owned = list(tensors)
+            publisher.copier.all_made()
             offer = self._offer([local.slice(publisher.dtype) for local in owned])
             layout = publisher.layout([offer])
             folder = self._make_folder()

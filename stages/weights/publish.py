@@ -174,6 +174,7 @@ class Publisher:
         if self._current is not None:
             self._current.close()
         self.pool.shutdown()
+        self.copier.close()
         self.mapped_files.close()
         if self.ranks.rank == 0:
             spares.drop(self.run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -39,6 +39,11 @@ class Piece:
     def shaped(self, memory: torch.Tensor) -> torch.Tensor:
         """`memory` (uint8[num_bytes]) in the published format and shape."""
         return memory.view(TORCH_DTYPES[self.dtype]).view(self.box.shape)
+
+    @property
+    def is_ready(self) -> bool:
+        """Is the live memory what is published?"""
+        return self.tensor.dtype == TORCH_DTYPES[self.dtype] and self.tensor.is_contiguous()
 
     def converted(self) -> torch.Tensor:
         """Contiguous and in the published format, on the tensor's device; the live memory itself where it is that already."""
@@ -122,9 +127,7 @@ class _Lent:
 
     @property
     def converted_bytes(self) -> int:
-        tensor = self.piece.tensor
-        is_ready = tensor.dtype == TORCH_DTYPES[self.piece.dtype] and tensor.is_contiguous()
-        return 0 if is_ready else self.piece.num_bytes
+        return 0 if self.piece.is_ready else self.piece.num_bytes
 
     def bytes(self) -> Bytes:
         return bytes_of(self.piece.converted())
@@ -152,17 +155,17 @@ class _Filling:
 
 @dataclass
 class _Arriving:
-    """A CUDA stream copies it; `arrived` is recorded behind the copy. `number` is that of its sum in `sums`, set once it is begun."""
+    """A CUDA stream copies it. `ordered` gives the event behind the copy; `number` is that of its sum in `sums`, set once it is begun."""
 
     target: torch.Tensor
-    arrived: torch.cuda.Event
     in_file: bool
     sums: VersionSums
+    ordered: Future[torch.cuda.Event] = field(default_factory=Future)
     number: int | None = None
     converted_bytes: int = 0
 
     def bytes(self) -> Bytes:
-        self.arrived.synchronize()
+        self.ordered.result().synchronize()
         return bytes_of(self.target)
 
     def sum64(self) -> int | None:
@@ -195,8 +198,11 @@ class Copier:
 
     Copies from a GPU run on a stream of their own that begins behind what the current stream has to do, into pinned memory.
     Temporary device memory is one piece: it belongs to that stream, which uses it again in its own order. The sums of their words
-    are made there too; those of what needs no conversion on a second stream, behind its copy: where another process computes on
-    the GPU each sum has to wait for its turn, and copies must not wait for sums.
+    are made there too; those of what needs no conversion on a second stream: where another process computes on the GPU each sum
+    has to wait for its turn, and copies must not wait for sums.
+
+    A thread of its own gives that stream its orders: whoever gives more than some hundred waits until the first are done, and
+    what has arrived is to be written meanwhile (measured on an H200 host: 540 copies of 15 GB took as long to order as to do).
     """
 
     def __init__(self, device: torch.device, pool: ThreadPoolExecutor) -> None:
@@ -210,6 +216,9 @@ class Copier:
         self._sums = VersionSums(device)
         self._events = _Events()
         self._not_summed: list[tuple[Piece, _Arriving]] = []
+        self._made: torch.cuda.Event | None = None
+        self._orders: list[Future[torch.cuda.Event]] = []
+        self._orderer = ThreadPoolExecutor(1, thread_name_prefix="copies") if self._stream is not None else None
 
     @property
     def is_cuda(self) -> bool:
@@ -232,16 +241,34 @@ class Copier:
         self._sums.clear()
         self._events.clear()
         self._not_summed = []
-        if self._stream is None or self._sum_stream is None:
+        self._made = None
+        if self._stream is None:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
+
+    def all_made(self) -> None:
+        """Inside `copying`, before the first copy: no further tensor will be made there, so sums need not wait for copies."""
+        if self._stream is not None:
+            self._made = self._events.recorded(self._stream)
+
+    def sum_up(self) -> None:
+        """Make the sums of what was copied. Tensors on a GPU may change only after `wait`."""
+        if self._stream is None or self._sum_stream is None:
+            return
         with torch.cuda.stream(self._sum_stream):
+            if self._made is not None:
+                self._sum_stream.wait_event(self._made)
             for piece, copy in self._not_summed:
-                self._sum_stream.wait_event(copy.arrived)  # what was made inside is there by then
+                if self._made is None:
+                    self._sum_stream.wait_event(
+                        copy.ordered.result()
+                    )  # what was made beside the copies is there by then
                 copy.number = self._sums.begin(piece.tensor, piece.box, piece.full_shape)
+        for order in self._orders:
+            order.result()
         self._stream.wait_stream(self._sum_stream)
         with torch.cuda.stream(self._stream):
             self._sums.bring()
@@ -255,15 +282,23 @@ class Copier:
         if not piece.tensor.is_cuda:
             self._fillings.append(self._pool.submit(target.copy_, piece.tensor))
             return _Filling(target, self._fillings[-1], place is not None)
-        assert self._stream is not None, "the publisher of a CUDA tensor needs its device"
-        converted = piece.converted()
-        target.copy_(converted, non_blocking=True)
-        copy = _Arriving(target, self._events.recorded(self._stream), place is not None, self._sums)
-        if converted is piece.tensor:
+        assert self._orderer is not None, "the publisher of a CUDA tensor needs its device"
+        copy = _Arriving(target, place is not None, self._sums)
+        if piece.is_ready:
             self._not_summed.append((piece, copy))
-        else:
-            copy.number = self._sums.begin(converted, piece.box, piece.full_shape)
+        copy.ordered = self._orderer.submit(self._order, piece, copy)
+        self._orders.append(copy.ordered)
         return copy
+
+    def _order(self, piece: Piece, copy: _Arriving) -> torch.cuda.Event:
+        assert self._stream is not None
+        with torch.cuda.stream(self._stream):
+            converted = piece.converted()
+            copy.target.copy_(converted, non_blocking=True)
+            arrived = self._events.recorded(self._stream)
+            if not piece.is_ready:
+                copy.number = self._sums.begin(converted, piece.box, piece.full_shape)
+        return arrived
 
     def lend(self, piece: Piece) -> Copy:
         """As `copy`, for a caller who leaves the tensor alone until it is written: host memory is not copied."""
@@ -272,6 +307,11 @@ class Copier:
     def wait(self) -> None:
         """Until no copy is under way, whether it succeeded or not."""
         wait(self._fillings)
-        self._fillings = []
+        wait(self._orders)
+        self._fillings, self._orders = [], []
         if self._stream is not None:
             self._stream.synchronize()  # which waits for the other one
+
+    def close(self) -> None:
+        if self._orderer is not None:
+            self._orderer.shutdown()
