@@ -20,6 +20,7 @@ from stages.rollout.client import GuardAnswer, GuardClient
 from stages.rollout.command import threads_per_worker
 from stages.rollout.errors import GuardOpenError, ServerDiedError, VllmStartError, describe_exit
 from stages.rollout.node_folder import leave_node_folder
+from stages.rollout.node_reader import NodeReader
 from stages.rollout.orders import Order
 from stages.rollout.registration import Registration
 from stages.rollout.server_process import ServerProcess, clear_scratch
@@ -61,6 +62,7 @@ class ServerKeeper:
         self._caller = ThreadPoolExecutor(1, thread_name_prefix="orders")
         self._server: ServerProcess | None = None
         self._is_broken = False
+        self.reader = NodeReader(context.run, context.config.weights.dtype)
         self.log_path = context.run.logs / f"{context.name}.server.log"
 
     @property
@@ -95,6 +97,7 @@ class ServerKeeper:
                 span.add(tries=_START_TRIES - tries_left)
                 break
         self.server.watch_children()
+        self.reader.start_folder = start.folder
         self._registration.update(base_url=self.server.base_url)
 
     def stop(self) -> None:
@@ -108,6 +111,7 @@ class ServerKeeper:
     def close(self) -> None:
         self.stop()
         self._caller.shutdown(wait=False, cancel_futures=True)
+        self.reader.close()
         leave_node_folder(self._context.run.run_id)
 
     def _settings(self, start: StartPoint) -> ServerSettings:

@@ -25,7 +25,6 @@ from stages.rollout.source_sums import SourceSums
 from stages.rollout.staged_delta import name_of, patch
 from stages.rollout.staging import SegmentLayout, Staging
 from stages.rundir import RunDir
-from stages.weights.errors import SignatureMismatchError
 from stages.weights.manifest import Manifest, xxh3_128
 from stages.weights.sums import column_factors
 from stages.weights.tensors import TORCH_DTYPES
@@ -136,13 +135,13 @@ class EngineWeights:
 
         Raises WeightsError for damaged or unfit files, WaitTimeoutError, and whatever `check` raises to give up.
         """
-        self._check_fit(manifest)
+        self.layout.check_fit(manifest)
         staged = self.staging.tensors
         sums = SourceSums(self._copies, staged, self._words, self._factors, self._gathered, manifest.tensors)
 
         def fill() -> None:
             sums.restart()  # another process may have replaced what was read before it was held
-            read_version(run, manifest, into=staged, arrived=sums.add if sums.wants_bytes else None)
+            read_version(run, manifest, into=staged, arrived=sums.add if sums.wants_bytes else None, check=check)
 
         read_here = self.staging.hold(
             name_of(manifest.state),
@@ -153,13 +152,6 @@ class EngineWeights:
         )
         found = sums.complete(was_added=read_here and manifest.delta is None)
         return StagedVersion(manifest, read_here, sums.num_published, found, [] if self._packed else self._targets())
-
-    def _check_fit(self, manifest: Manifest) -> None:
-        """A tensor that is not in the version would leave the one before in memory."""
-        for name, wanted in self.layout.signature.items():
-            entry = manifest.tensors.get(name)
-            if entry is None or (entry.dtype, entry.shape) != wanted:
-                raise SignatureMismatchError(name, f"the engine loads it as {wanted}, the version has {entry}")
 
     # ---- while paused --------------------------------------------------------------------------------------------
 

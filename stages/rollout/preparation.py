@@ -9,13 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stages.rollout.engine_weights import EngineWeights, StagedVersion
+from stages.rollout.staging import DroppedError
 from stages.rundir import RunDir
 from stages.weights.errors import WeightsError
 from stages.weights.reader import load_manifest
-
-
-class DroppedError(Exception):
-    """A later order took the place of this one, or nobody asked for the version in time."""
 
 
 @dataclass

@@ -9,8 +9,13 @@ import torch
 
 from stages.rollout.copy_plan import View
 from stages.weights.boxes import Box
-from stages.weights.manifest import TensorEntry
+from stages.weights.manifest import Manifest, TensorEntry
 from stages.weights.sums import wrapped
+
+
+def has_sums(manifest: Manifest) -> bool:
+    """Has the trainer made sums of this version? Where it could: not of rows that are no whole number of words."""
+    return any(part.sum64 is not None for entry in manifest.tensors.values() for part in entry.parts)
 
 
 def published_sum(source: View, word: torch.dtype, entry: TensorEntry) -> int | None:

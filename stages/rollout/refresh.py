@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 from stages.context import StageContext
@@ -83,7 +83,8 @@ class Refresh:
             self._refuse_for("prepare", str(late))
         with self._context.recorder.span("prepare_weights", version=request.version) as span:
             self._context.recorder.flow_step("version", request.version)
-            answer = self._obey("prepare")
+            with self._reading():
+                answer = self._obey("prepare")
             span.add(bytes=answer["bytes"])
         self._prepare_s = float(answer["prepare_s"])
         prepared = Prepared(
@@ -97,6 +98,15 @@ class Refresh:
         )
         write_prepared(self._context.run, prepared)
         return prepared
+
+    def _reading(self) -> AbstractContextManager[None]:
+        """A server that will be restarted verifies the files, and keeps nothing."""
+        request = self._request
+        if request.method != "inplace":
+            return nullcontext()
+        return self._keeper.reader.reading(
+            request.version, request.digest, deadline_s=request.deadline_s, pause=self._keeper.pause
+        )
 
     def _check_worth(self) -> None:
         self._keeper.pause(0.0)

@@ -16,8 +16,8 @@ import mmap
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +27,8 @@ from stages.files import WaitTimeoutError
 from stages.rollout.errors import RolloutError
 from stages.rollout.memory_folder import ForeignFolderError, joined_memory_folder
 from stages.rollout.signature import Signature
-from stages.weights.manifest import DTYPE_BYTES, canonical, xxh3_128
+from stages.weights.errors import SignatureMismatchError
+from stages.weights.manifest import DTYPE_BYTES, Manifest, canonical, xxh3_128
 from stages.weights.pinning import pin
 from stages.weights.tensors import TORCH_DTYPES
 
@@ -36,6 +37,10 @@ _LOCK_POLL_S = 0.005
 
 Patch = Callable[[str, Callable[[str], None]], bool]
 """Called with the name of what is in the memory and a function that writes another one; False when it changed nothing."""
+
+
+class DroppedError(Exception):
+    """What was on its way into the memory is not wanted any more."""
 
 
 class NoSharedMemoryError(RolloutError):
@@ -62,6 +67,13 @@ class SegmentLayout:
     def digest(self) -> str:
         return xxh3_128(canonical([[name, *entry] for name, entry in sorted(self.signature.items())]))
 
+    def check_fit(self, manifest: Manifest) -> None:
+        """Raises SignatureMismatchError: a tensor that is not in the version would leave the one before in memory."""
+        for name, wanted in self.signature.items():
+            entry = manifest.tensors.get(name)
+            if entry is None or (entry.dtype, entry.shape) != wanted:
+                raise SignatureMismatchError(name, f"the engine loads it as {wanted}, the version has {entry}")
+
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors in `memory` (uint8[num_bytes])."""
         found = {}
@@ -76,11 +88,11 @@ class Staging:
     """One for each worker process. `memory` is uint8[layout.num_bytes]; `why_private` is empty when the node shares it."""
 
     def __init__(self, run_id: str, layout: SegmentLayout, *, for_cuda: bool) -> None:
-        self._segment: _Segment | None = None
+        self._segment: Segment | None = None
         self._private_name = ""
         self.why_private = ""
         try:
-            self._segment = _Segment(run_id, layout)
+            self._segment = Segment(run_id, layout)
             self.memory = self._segment.memory
             if for_cuda:
                 _pin(self.memory)
@@ -104,7 +116,7 @@ class Staging:
         content. `check` runs while waiting and raises to give up. Raises WaitTimeoutError when another process keeps an older version for longer than `deadline_s`.
         """
         if self._segment is not None:
-            return self._segment.hold(content, partial(_fill, self._segment, content, fill, patch), deadline_s, check)
+            return self._segment.hold(content, fill, deadline_s=deadline_s, check=check, patch=patch)
         is_new = self.name() != content
         if is_new:
             _fill(self, content, fill, patch)
@@ -122,25 +134,41 @@ class Staging:
             self._segment.release()
 
 
-class _Segment:
-    """The two files. The descriptor of the lock belongs to this object alone, so its flock is this process's."""
+class Segment:
+    """The two files. The descriptor of the lock belongs to this object alone, so its flock is this object's.
 
-    def __init__(self, run_id: str, layout: SegmentLayout) -> None:
-        try:
-            folder = joined_memory_folder(run_id).path
-            name = f"weights-{layout.digest[:16]}"
-            self._lock = _open(folder / f"{name}.lock")
-            self.memory = self._map(folder / name, layout.num_bytes)
-        except (OSError, ForeignFolderError) as problem:
-            raise NoSharedMemoryError(f"memory of the node cannot be shared: {problem}") from problem
+    Unless it `makes` them, they are those that an engine of the node has made; then pages are mapped when they are touched.
+    Raises NoSharedMemoryError.
+    """
+
+    def __init__(self, run_id: str, layout: SegmentLayout, *, makes: bool = True) -> None:
+        self._makes = makes
+        with ExitStack() as undo:
+            try:
+                joined = joined_memory_folder(run_id)
+                undo.callback(os.close, joined.users_fd)
+                name = f"weights-{layout.digest[:16]}"
+                self._lock = self._open(joined.path / f"{name}.lock")
+                undo.callback(os.close, self._lock)
+                self.memory = self._map(joined.path / name, layout.num_bytes)
+            except (OSError, ForeignFolderError) as problem:
+                raise NoSharedMemoryError(f"memory of the node cannot be shared: {problem}") from problem
+            self._held = undo.pop_all()
+
+    def close(self) -> None:
+        """Leave the folder; `memory` stays mapped for as long as somebody has it."""
+        self._held.close()
+
+    def _open(self, path: Path) -> int:
+        return os.open(path, os.O_RDWR | os.O_CREAT * self._makes | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def _map(self, path: Path, num_bytes: int) -> torch.Tensor:
-        fd = _open(path)
+        fd = self._open(path)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)  # of the bytes' file: only to make it, which whoever comes first does
             if os.fstat(fd).st_size != num_bytes:
                 self._allocate(fd, path, num_bytes)
-            mapped = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            mapped = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE * self._makes)
         finally:
             fcntl.flock(fd, fcntl.LOCK_UN)  # mmap keeps a duplicate of the descriptor, and so the lock
             os.close(fd)
@@ -148,6 +176,8 @@ class _Segment:
 
     def _allocate(self, fd: int, path: Path, num_bytes: int) -> None:
         """All pages now: a full filesystem is an error here, and would be a SIGBUS later."""
+        if not self._makes:
+            raise NoSharedMemoryError(f"{path} is not what an engine of this node made")
         try:
             os.posix_fallocate(fd, 0, num_bytes)
         except OSError as problem:
@@ -160,7 +190,16 @@ class _Segment:
                 f"available {stats.f_bavail * stats.f_frsize:,}"
             ) from problem
 
-    def hold(self, content: str, fill: Callable[[], None], deadline_s: float, check: Callable[[], None]) -> bool:
+    def hold(
+        self,
+        content: str,
+        fill: Callable[[], None],
+        *,
+        deadline_s: float,
+        check: Callable[[], None],
+        patch: Patch | None = None,
+    ) -> bool:
+        """See `Staging.hold`."""
         started_s, was_filled = time.monotonic(), False
         while True:
             if self._try(fcntl.LOCK_SH):
@@ -170,7 +209,7 @@ class _Segment:
             if self._try(fcntl.LOCK_EX):
                 if self.name() != content:
                     try:
-                        fill()
+                        _fill(self, content, fill, patch)
                     except BaseException:
                         self.release()
                         raise
@@ -218,10 +257,6 @@ def _fill(memory: _Named, content: str, fill: Callable[[], None], patch: Patch |
         memory.write_name("")
         raise
     memory.write_name(content)
-
-
-def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def _pin(memory: torch.Tensor) -> None:

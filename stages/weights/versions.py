@@ -21,7 +21,14 @@ from stages.weights.errors import (
 )
 from stages.weights.manifest import DTYPE_BYTES, Manifest, Part
 from stages.weights.parallel import map_threads, thread_count
-from stages.weights.reader import checked_files, digest_of_slice, load_manifest, read_into, read_verified
+from stages.weights.reader import (
+    WHOLE_PARTS,
+    checked_files,
+    digest_of_slice,
+    load_manifest,
+    read_into,
+    read_verified,
+)
 from stages.weights.reader import faults as faults_in_full
 from stages.weights.tensors import bytes_of
 
@@ -65,16 +72,20 @@ def read_version(
     threads: int = 0,
     into: Mapping[str, torch.Tensor] | None = None,
     arrived: Callable[[str, int, int], None] | None = None,
+    check: Callable[[], None] | None = None,
+    chunk_bytes: int = WHOLE_PARTS,
     chain: Sequence[Manifest] = (),
 ) -> dict[str, torch.Tensor]:
-    """As `stages.weights.reader.read_verified`, for any version; `arrived` is called only for one that is published in full.
+    """As `stages.weights.reader.read_verified`, for any version; `arrived`, `check` and `chunk_bytes` are for one that is published in full.
 
     Of a delta, what its payloads do not change is read from its bases, and compared with this version's digests like the rest.
     `chain` is that of `chain_to`, by who has it already.
     Raises further BrokenChainError, ChangeError, SignatureMismatchError when a base has other shapes.
     """
     if manifest.delta is None:
-        return read_verified(run, manifest, names, threads=threads, into=into, arrived=arrived)
+        return read_verified(
+            run, manifest, names, threads=threads, into=into, arrived=arrived, check=check, chunk_bytes=chunk_bytes
+        )
     wanted = list(manifest.tensors if names is None else names)
     chain = chain or chain_to(run, manifest)
     for base, link in pairwise(chain):

@@ -1,0 +1,136 @@
+"""The agent reads a version into the memory of the node, for the engines there.
+
+An engine's worker can do that itself, and does where the agent does not. But an engine that generates holds the interpreter's lock
+most of the time, and every piece has to wait for it, while the agent's process has nothing else to do (docs/benchmarks.md, "New
+weights in a busy vLLM"). It reads only what leaves the workers nothing to do with the bytes: whole versions whose sums the trainer has
+published. They wait for the lock of that memory meanwhile, and judge: where the agent fails, they read, and say what is wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stages.rollout.errors import RolloutError
+from stages.rollout.published_sums import has_sums
+from stages.rollout.signature import model_signature
+from stages.rollout.staged_delta import name_of
+from stages.rollout.staging import DroppedError, NoSharedMemoryError, Segment, SegmentLayout
+from stages.rundir import OutsideRunError, RunDir
+from stages.weights.errors import WeightsError
+from stages.weights.manifest import Manifest
+from stages.weights.reader import CACHED_BYTES, load_manifest
+from stages.weights.versions import read_version
+
+_LOOK_S = 0.05
+_ANSWER_S = 60.0
+"""More than an order may take beyond its deadline."""
+_RELEASE_S = 0.1
+"""For one that has done its work: the next one shall not find it still there."""
+_LAST_PIECE_S = 2.0
+"""For a reading that is given up between two pieces."""
+
+
+@dataclass
+class _Reading:
+    """`begun`: the workers may come, for this process or another one has the lock, or nobody is to be waited for. `over`: they
+    have come, or will not."""
+
+    version: int
+    digest: str
+    deadline_s: float
+    begun: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def check(self) -> None:
+        self.begun.set()
+        if self.over.is_set():
+            raise DroppedError
+
+
+class NodeReader:
+    """One for each agent. `start_folder` is what its server was started from, which says what its engine takes."""
+
+    def __init__(self, run: RunDir, weights_dtype: str) -> None:
+        self._run = run
+        self._weights_dtype = weights_dtype
+        self._turn = threading.Lock()
+        self._joined: tuple[SegmentLayout, Segment] | None = None
+        self.start_folder: Path | None = None
+
+    @contextmanager
+    def reading(
+        self, version: int, digest: str, *, deadline_s: float, pause: Callable[[float], None]
+    ) -> Iterator[None]:
+        """Read in a thread while the body orders the engine to prepare the version; what is there stays until the body ends.
+
+        `pause` sleeps for so many seconds, and raises to give up. Never raises for what is wrong with the version.
+        """
+        if not self._turn.acquire(blocking=False):
+            yield  # a reading that was given up is still in a slow read: the workers wait for its end, or read
+            return
+        mine = _Reading(version, digest, deadline_s)
+        thread = threading.Thread(target=self._read, args=(mine,), name="node-reader", daemon=True)
+        thread.start()
+        try:
+            while not mine.begun.wait(_LOOK_S):
+                pause(0.0)
+            yield
+        finally:
+            mine.over.set()
+            thread.join(_RELEASE_S)
+
+    def close(self) -> None:
+        """Leave the node's memory, so that the last one can remove it. A reading that does not end keeps it for the next sweep."""
+        if self._turn.acquire(timeout=_LAST_PIECE_S):
+            try:
+                self._leave()
+            finally:
+                self._turn.release()
+
+    def _leave(self) -> None:
+        if self._joined is not None:
+            self._joined[1].close()
+            self._joined = None
+
+    def _read(self, mine: _Reading) -> None:
+        try:
+            manifest = load_manifest(self._run, mine.version, mine.digest)
+            if manifest.delta is None and has_sums(manifest):
+                self._stage(mine, manifest)
+        except DroppedError:
+            pass  # by the body, which says why
+        except (WeightsError, RolloutError, OutsideRunError, OSError) as problem:
+            print(f"version {mine.version} was not read ahead of the engine: {problem}", flush=True)
+        finally:
+            mine.begun.set()
+            self._turn.release()
+
+    def _stage(self, mine: _Reading, manifest: Manifest) -> None:
+        layout, segment = self._segment()
+        layout.check_fit(manifest)
+
+        def fill() -> None:
+            mine.begun.set()
+            tensors = layout.views(segment.memory)
+            read_version(self._run, manifest, into=tensors, check=mine.check, chunk_bytes=CACHED_BYTES)
+
+        segment.hold(name_of(manifest.state), fill, deadline_s=mine.deadline_s, check=mine.check)
+        try:
+            mine.begun.set()
+            mine.over.wait(mine.deadline_s + _ANSWER_S)
+        finally:
+            segment.release()
+
+    def _segment(self) -> tuple[SegmentLayout, Segment]:
+        """What the engine made. Raises NoSharedMemoryError."""
+        if self.start_folder is None:
+            raise NoSharedMemoryError("no engine was started")
+        layout = SegmentLayout.of(model_signature(self.start_folder, self._weights_dtype, ()))
+        if self._joined is None or self._joined[0] != layout:
+            self._leave()
+            self._joined = layout, Segment(self._run.run_id, layout, makes=False)
+        return self._joined

@@ -1,0 +1,355 @@
+"""The agent reads a version for the engines of its node, which judge it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.sections import WeightsConfig
+from stages.rollout import memory_folder, node_reader
+from stages.rollout.engine_weights import EngineWeights, StagedVersion
+from stages.rollout.memory_folder import leave_memory_folder
+from stages.rollout.node_reader import NodeReader
+from stages.rundir import RunDir
+from stages.weights.errors import DigestMismatchError
+from stages.weights.manifest import Manifest
+from stages.weights.publish import Publisher
+from stages.weights.tensors import LocalTensor
+from stages.weights.versions import read_version
+from tests.engine_kit import (
+    NORM,
+    EngineModel,
+    checkpoint,
+    engine,
+    loaded,
+    part_sums_on_the_host,
+    publish_version,
+    run,
+    stage,
+    start_folder,
+)
+from tests.weights_kit import PROBE, make_source
+
+__all__ = ["run"]
+
+LIMIT_S = 10.0
+
+
+class GivenUpError(Exception):
+    pass
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Path:
+    return start_folder(tmp_path / "start", checkpoint(0))
+
+
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    part_sums_on_the_host(monkeypatch)
+
+
+@pytest.fixture
+def beside() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def agent(run: RunDir, start: Path) -> NodeReader:
+    reader = NodeReader(run, "float32")
+    reader.start_folder = start
+    return reader
+
+
+def reading(
+    reader: NodeReader, manifest: Manifest, pause: Callable[[float], None] = lambda _: None, deadline_s: float = LIMIT_S
+) -> AbstractContextManager[None]:
+    return reader.reading(manifest.version, manifest.digest, deadline_s=deadline_s, pause=pause)
+
+
+def an_engine(run: RunDir, start: Path, rank: int = 0, size: int = 1) -> tuple[EngineModel, EngineWeights]:
+    model = loaded(EngineModel(rank, size), checkpoint(0))
+    return model, engine(run, model, start)
+
+
+class Held:
+    """Readings of the agent that wait, each before its first piece, until they may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.may_go_on = threading.Event(), threading.Event()
+
+        def slow(run: RunDir, manifest: Manifest, **how: Any) -> Any:
+            self.began.set()
+            assert self.may_go_on.wait(LIMIT_S)
+            return read_version(run, manifest, **how)
+
+        monkeypatch.setattr(node_reader, "read_version", slow)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    return Held(monkeypatch)
+
+
+def give_up_a_reading(reader: NodeReader, manifest: Manifest, held: Held) -> None:
+    """It goes on, between two pieces, until it may see that nobody wants it."""
+
+    def ordered() -> None:
+        with reading(reader, manifest):
+            assert held.began.wait(LIMIT_S)
+            raise GivenUpError
+
+    with pytest.raises(GivenUpError):
+        ordered()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_the_agent_has_read_goes_into_every_engine_of_the_node(
+    run: RunDir, start: Path, sums: None, size: int
+) -> None:
+    manifest, reader = publish_version(run, 1), agent(run, start)
+    engines = [an_engine(run, start, rank, size) for rank in range(size)]
+
+    with reading(reader, manifest):
+        staged = [stage(weights, run, manifest) for _, weights in engines]
+
+    for (model, weights), version in zip(engines, staged, strict=True):
+        report = weights.swap(version)
+        assert (report["fault"], report["read_here"]) == ("", False)
+        assert torch.equal(model.norm, checkpoint(1)[NORM])
+
+
+def test_an_engine_that_is_ordered_while_the_agent_reads_waits_for_it(
+    run: RunDir, start: Path, sums: None, held: Held, beside: ThreadPoolExecutor
+) -> None:
+    manifest, reader = publish_version(run, 1), agent(run, start)
+    _, weights = an_engine(run, start)
+    looked = threading.Event()
+
+    with reading(reader, manifest):
+        waiting: Future[StagedVersion] = beside.submit(
+            weights.stage, run, manifest, deadline_s=LIMIT_S, check=looked.set
+        )
+        assert looked.wait(LIMIT_S)
+        held.may_go_on.set()
+        staged = waiting.result(LIMIT_S)
+
+    assert not staged.read_here
+    assert weights.swap(staged)["fault"] == ""
+
+
+def test_of_two_agents_on_a_node_one_reads(
+    run: RunDir, start: Path, sums: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, readers = publish_version(run, 1), [agent(run, start) for _ in range(2)]
+    _, weights = an_engine(run, start)
+    reads: list[int] = []
+
+    def counted(run: RunDir, manifest: Manifest, **how: Any) -> Any:
+        reads.append(manifest.version)
+        return read_version(run, manifest, **how)
+
+    monkeypatch.setattr(node_reader, "read_version", counted)
+
+    with reading(readers[0], manifest), reading(readers[1], manifest):
+        staged = stage(weights, run, manifest)
+
+    assert reads == [1]
+    assert not staged.read_here
+
+
+def test_versions_follow_each_other(run: RunDir, start: Path, sums: None) -> None:
+    reader = agent(run, start)
+    model, weights = an_engine(run, start)
+
+    for version in (1, 2, 3):
+        manifest = publish_version(run, version)
+        with reading(reader, manifest):
+            staged = stage(weights, run, manifest)
+        assert (weights.swap(staged)["fault"], staged.read_here) == ("", False)
+        weights.staging.release()
+        assert torch.equal(model.norm, checkpoint(version)[NORM])
+
+
+def test_bytes_stay_until_the_engine_has_answered_and_no_longer(run: RunDir, start: Path, sums: None) -> None:
+    first, second, reader = publish_version(run, 1), publish_version(run, 2), agent(run, start)
+    _, weights = an_engine(run, start)
+
+    with reading(reader, first), pytest.raises(TimeoutError):
+        weights.stage(run, second, deadline_s=0.05, check=lambda: None)
+    with reading(reader, second):
+        assert not stage(weights, run, second).read_here
+
+
+# ---- what is left to the engine ---------------------------------------------------------------------------------------
+
+
+def test_without_sums_of_the_trainer_the_engine_reads_and_sums_up(run: RunDir, start: Path) -> None:
+    manifest, reader = publish_version(run, 1), agent(run, start)
+    _, weights = an_engine(run, start)
+
+    with reading(reader, manifest):
+        assert stage(weights, run, manifest).read_here
+
+
+def test_a_delta_is_applied_by_the_engine(run: RunDir, start: Path, sums: None) -> None:
+    reader, options = agent(run, start), WeightsConfig(dtype="float32", delta="sparse")
+    _, weights = an_engine(run, start)
+    publisher = Publisher(run, source_folder=make_source(run.root.parent / "source"), options=options)
+    tensors = checkpoint(1)
+    manifests = []
+    for version in (1, 2):
+        tensors[NORM][0] += 1
+        owned = [LocalTensor.whole(name, tensor) for name, tensor in tensors.items()]
+        manifests.append(publisher.begin(version, version, owned, PROBE).finish())
+    assert manifests[1].delta is not None
+
+    for manifest in manifests:
+        with reading(reader, manifest):
+            staged = stage(weights, run, manifest)
+        assert weights.swap(staged)["fault"] == ""
+        assert staged.read_here == (manifest.version == 2)
+        weights.staging.release()
+    publisher.close()
+
+
+def test_an_engine_with_memory_of_its_own_reads_itself_and_nothing_is_made_for_it(
+    run: RunDir, start: Path, sums: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest, reader = publish_version(run, 1), agent(run, start)
+
+    with reading(reader, manifest):
+        pass
+
+    assert "was not read ahead of the engine" in capsys.readouterr().out
+    reader.close()
+    leave_memory_folder(run.run_id)
+    assert os.listdir(memory_folder._SHARED_MEMORY) == []
+
+
+def test_damaged_bytes_are_left_without_a_name_and_refused_by_the_engine(
+    run: RunDir, start: Path, sums: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest, reader = publish_version(run, 1), agent(run, start)
+    _, weights = an_engine(run, start)
+    path = run.weights_version(1) / "model.safetensors"
+    flipped = bytearray(path.read_bytes())
+    flipped[-1] ^= 1
+    path.write_bytes(flipped)
+
+    with reading(reader, manifest), pytest.raises(DigestMismatchError):
+        stage(weights, run, manifest)
+
+    assert "version 1 was not read ahead of the engine" in capsys.readouterr().out
+
+
+def test_a_version_of_another_model_is_left_to_the_engine_to_refuse(
+    run: RunDir, start: Path, sums: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = checkpoint(1)
+    del tensors[NORM]
+    manifest, reader = publish_version(run, 1, tensors), agent(run, start)
+    an_engine(run, start)
+
+    with reading(reader, manifest):
+        pass
+
+    assert NORM in capsys.readouterr().out
+
+
+# ---- ends -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_reading_that_nobody_wants_any_more_is_given_up_and_frees_the_memory(
+    run: RunDir, start: Path, sums: None, held: Held
+) -> None:
+    manifest, reader = publish_version(run, 1), agent(run, start)
+    _, weights = an_engine(run, start)
+
+    give_up_a_reading(reader, manifest, held)
+    held.may_go_on.set()
+
+    assert stage(weights, run, manifest).read_here
+
+
+def test_while_a_reading_that_was_given_up_is_still_in_a_slow_read_the_next_one_is_left_to_the_engine(
+    run: RunDir, start: Path, sums: None, held: Held
+) -> None:
+    manifest, reader = publish_version(run, 1), agent(run, start)
+    _, weights = an_engine(run, start)
+    give_up_a_reading(reader, manifest, held)
+
+    with reading(reader, manifest):
+        held.may_go_on.set()
+        assert stage(weights, run, manifest).read_here
+
+
+def test_a_stop_is_noticed_before_the_reading_has_begun(
+    run: RunDir, start: Path, sums: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, reader, may_go_on = publish_version(run, 1), agent(run, start), threading.Event()
+
+    def slow(*_: Any) -> Manifest:
+        assert may_go_on.wait(LIMIT_S)
+        return manifest
+
+    def pause(_: float) -> None:
+        raise GivenUpError
+
+    monkeypatch.setattr(node_reader, "load_manifest", slow)
+
+    with pytest.raises(GivenUpError), reading(reader, manifest, pause):
+        pass
+    may_go_on.set()
+
+
+def test_another_version_that_an_engine_still_needs_is_waited_for_with_a_deadline(
+    run: RunDir, start: Path, sums: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, reader = publish_version(run, 1), publish_version(run, 2), agent(run, start)
+    _, slow = an_engine(run, start)
+    stage(slow, run, first)
+
+    with reading(reader, second, deadline_s=0.05):
+        reader._turn.acquire(timeout=LIMIT_S)  # until it has given up
+        reader._turn.release()
+
+    assert "an instance that holds another version" in capsys.readouterr().out
+
+
+def test_the_last_one_to_leave_removes_the_memory(run: RunDir, start: Path, sums: None) -> None:
+    manifest, reader = publish_version(run, 1), agent(run, start)
+    _, weights = an_engine(run, start)
+    with reading(reader, manifest):
+        stage(weights, run, manifest)
+    assert weights.staging._segment is not None
+    weights.staging._segment.close()
+
+    leave_memory_folder(run.run_id)
+    assert os.listdir(memory_folder._SHARED_MEMORY)  # the agent is there
+    reader.close()
+    leave_memory_folder(run.run_id)
+
+    assert os.listdir(memory_folder._SHARED_MEMORY) == []
+
+
+def test_a_reader_that_never_comes_back_does_not_keep_its_agent(
+    run: RunDir, start: Path, sums: None, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_reader, "_LAST_PIECE_S", 0.05)
+    manifest, reader = publish_version(run, 1), agent(run, start)
+    an_engine(run, start)
+    give_up_a_reading(reader, manifest, held)
+
+    reader.close()
+
+    assert reader._joined is not None  # its descriptors are not closed under it
+    held.may_go_on.set()
