@@ -27,8 +27,9 @@ import pytest
 from stages.files import read_json, wait_for
 from stages.rollout.orphans import environment_of, marked_pids
 from stages.rollout.settings import SERVER_ID_VARIABLE
-from stages.weights.manifest import Probe
+from stages.weights.manifest import Manifest, Probe
 from stages.weights.publish import Publisher
+from tests.engine_kit import part_sums_on_the_host
 from tests.rollout_instances import (
     AGENT,
     NAME,
@@ -170,10 +171,7 @@ def _stopped_s(loaded: dict[str, Any]) -> float:
 def test_a_flipped_byte_is_refused_by_the_tensor_s_name_and_the_old_version_is_served_on(served: Instance) -> None:
     manifest = served.publish(22, seed=22)
     name = "model.layers.1.mlp.down_proj.weight"
-    path = served.run.weights_version(22) / manifest.tensors[name].file
-    data = bytearray(path.read_bytes())
-    data[manifest.tensors[name].offset + 3] ^= 0x40
-    path.write_bytes(data)
+    _flip_a_byte(served, manifest, name)
 
     served.request(manifest)
     nack = served.answer_to(manifest, "nack")
@@ -182,6 +180,13 @@ def test_a_flipped_byte_is_refused_by_the_tensor_s_name_and_the_old_version_is_s
     assert (nack["phase"], nack["tensor"], nack["serving_version"]) == ("prepare", name, 21)
     assert (answer.status_code, answer.headers["x-libra-version"]) == (200, "21")
     assert served.largest_difference(answer, [[5, 6, 7]]) < 1e-3
+
+
+def _flip_a_byte(served: Instance, manifest: Manifest, name: str) -> None:
+    path = served.run.weights_version(manifest.version) / manifest.tensors[name].file
+    data = bytearray(path.read_bytes())
+    data[manifest.tensors[name].offset + 3] ^= 0x40
+    path.write_bytes(data)
 
 
 def test_many_prompts_in_one_request_are_answered_in_order(served: Instance) -> None:
@@ -210,14 +215,40 @@ def test_a_delta_goes_into_the_engine_in_place(served: Instance) -> None:
     assert served.largest_difference(answer, [[5, 6, 7, 9, 18, 27]]) < 1e-3
 
 
+def test_what_a_trainer_s_gpu_summed_up_is_read_by_the_agent(served: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+    part_sums_on_the_host(monkeypatch)
+
+    for version in (25, 26):
+        (worker,) = served.refresh(served.publish(version, seed=version))["server_response"]["workers"]
+        assert worker["published_sums"] == worker["copies"] > 0
+        assert not worker["read_here"]
+
+    answer = served.generate([[5, 6, 7]])
+    assert answer.headers["x-libra-version"] == "26"
+    assert served.largest_difference(answer, [[5, 6, 7]]) < 1e-3
+
+
+def test_damage_that_the_agent_meets_is_refused_by_the_engine_s_worker(
+    served: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part_sums_on_the_host(monkeypatch)
+    manifest, name = served.publish(27, seed=27), "model.layers.0.mlp.down_proj.weight"
+    _flip_a_byte(served, manifest, name)
+
+    served.request(manifest)
+    nack = served.answer_to(manifest, "nack")
+
+    assert (nack["phase"], nack["tensor"], nack["serving_version"]) == ("prepare", name, 26)
+
+
 def test_a_probe_that_the_weights_do_not_reproduce_ends_the_instance_and_nothing_is_served(served: Instance) -> None:
-    truth = logprobs_of(tiny_model(25), list(PROBE_IDS))
-    manifest = served.publish(25, seed=25, probe=Probe(PROBE_IDS, (*truth[:-1], truth[-1] - 0.1)))
+    truth = logprobs_of(tiny_model(28), list(PROBE_IDS))
+    manifest = served.publish(28, seed=28, probe=Probe(PROBE_IDS, (*truth[:-1], truth[-1] - 0.1)))
     pids = processes_of(served)
 
     served.request(manifest)
     code, errors = served.end(30)
-    nack = read_json(served.run.ack_json(25, NAME, "nack")) or {}
+    nack = read_json(served.run.ack_json(28, NAME, "nack")) or {}
 
     assert code != 0
     assert re.search(r"UnprovedWeightsError.*differs by 0\.(1|09999)", errors)
