@@ -161,13 +161,14 @@ class Scene:
         return {**measured, **seconds, "proof_nats": difference, "server": answer, "server_says": {}}
 
     def _spans(self) -> dict[str, float]:
-        """Seconds of every part of this version that the server recorded, by name; several of one name add up."""
-        (path,) = (path for path in find_files(self.run.traces) if path.name.endswith(f".{INSTANCE}.server.jsonl"))
+        """Seconds of every part of this version that agent and server recorded, by name; several of one name add up."""
         found: dict[str, float] = {}
-        for span in load_file(path).spans:
-            if span.version == self.version and not span.unfinished:
-                name = f"span.{span.phase}"
-                found[name] = found.get(name, 0.0) + (span.end_ns - span.start_ns) / 1e9
+        for prefix, ending in {"span": f".{INSTANCE}.server.jsonl", "agent": f".{INSTANCE}.jsonl"}.items():
+            (path,) = (path for path in find_files(self.run.traces) if path.name.endswith(ending))
+            for span in load_file(path).spans:
+                if span.version == self.version and not span.unfinished:
+                    name = f"{prefix}.{span.phase}"
+                    found[name] = found.get(name, 0.0) + (span.end_ns - span.start_ns) / 1e9
         return found
 
     def clean(self) -> None:

@@ -62,7 +62,7 @@ class ServerKeeper:
         self._caller = ThreadPoolExecutor(1, thread_name_prefix="orders")
         self._server: ServerProcess | None = None
         self._is_broken = False
-        self.reader = NodeReader(context.run, context.config.weights.dtype)
+        self.reader = NodeReader(context.run, context.config.weights.dtype, context.recorder)
         self.log_path = context.run.logs / f"{context.name}.server.log"
 
     @property

@@ -24,6 +24,7 @@ from stages.weights.errors import WeightsError
 from stages.weights.manifest import Manifest
 from stages.weights.reader import CACHED_BYTES, load_manifest
 from stages.weights.versions import read_version
+from traces.recorder import Recorder
 
 _LOOK_S = 0.05
 _ANSWER_S = 60.0
@@ -54,8 +55,9 @@ class _Reading:
 class NodeReader:
     """One for each agent. `start_folder` is what its server was started from, which says what its engine takes."""
 
-    def __init__(self, run: RunDir, weights_dtype: str) -> None:
+    def __init__(self, run: RunDir, weights_dtype: str, recorder: Recorder) -> None:
         self._run = run
+        self._recorder = recorder
         self._weights_dtype = weights_dtype
         self._turn = threading.Lock()
         self._joined: tuple[SegmentLayout, Segment] | None = None
@@ -116,7 +118,8 @@ class NodeReader:
         def fill() -> None:
             mine.begun.set()
             tensors = layout.views(segment.memory)
-            read_version(self._run, manifest, into=tensors, check=mine.check, chunk_bytes=CACHED_BYTES)
+            with self._recorder.span("read_weights", version=manifest.version, bytes=manifest.weight_bytes):
+                read_version(self._run, manifest, into=tensors, check=mine.check, chunk_bytes=CACHED_BYTES)
 
         segment.hold(name_of(manifest.state), fill, deadline_s=mine.deadline_s, check=mine.check)
         try:

@@ -37,7 +37,7 @@ from stages.weights.manifest import (
 )
 from stages.weights.parallel import thread_count
 from stages.weights.ranks import agree
-from stages.weights.snapshot import Copy, Piece, pieces
+from stages.weights.snapshot import Copy, Piece, pieces, woven
 from stages.weights.tensors import LocalTensor
 from stages.weights.writer import RankWriter, Written, available_bytes, space_checked
 
@@ -124,9 +124,7 @@ class Publication:
                 self._encode(self._base) if self._base is not None else self._start()
                 self._publisher.copier.sum_up()
                 if not lend:
-                    for _, copy in self._copies:
-                        copy.bytes()
-                    self._publisher.copier.wait()  # until the sums are made, too
+                    self._publisher.copier.complete()
             except (OSError, RuntimeError, ValueError) as problem:
                 self._problem = problem  # the other ranks hear of it in `finish`
         except BaseException:
@@ -160,7 +158,7 @@ class Publication:
             with space_checked(self._run.weights, layout.total_bytes):
                 spares.fit(Path(folder), layout.sizes)
                 files = publisher.map_files(Path(folder), layout.sizes)
-            for piece in (piece for local in owned for piece in pieces(local, publisher.dtype)):
+            for piece in woven([piece for local in owned for piece in pieces(local, publisher.dtype)]):
                 self._copies.append((piece, publisher.copier.copy(piece, _place_of(piece, layout, files))))
         return _Opening(offer, folder, "")
 

@@ -58,10 +58,11 @@ class RankWriter:
             [
                 *((name, len(data), partial(_write_beginning, self._fds[name], data)) for name, data in whole.items()),
                 *(
-                    # Where nothing is written, nobody waits for another who writes to the file.
+                    # Where nothing is written, nobody waits for another who writes to the file, and of lanes that weigh
+                    # nothing the oldest comes first: they are hashed in the order in which they arrive.
                     (
                         number if copy.in_file else place.file,
-                        piece.num_bytes,
+                        0 if copy.in_file else piece.num_bytes,
                         partial(_write_piece, self._fds[place.file], place, piece, copy),
                     )
                     for number, (piece, copy) in enumerate(copies)

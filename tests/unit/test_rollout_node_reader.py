@@ -37,6 +37,7 @@ from tests.engine_kit import (
     start_folder,
 )
 from tests.weights_kit import PROBE, make_source
+from traces.recorder import Recorder
 
 __all__ = ["run"]
 
@@ -64,7 +65,7 @@ def beside() -> Iterator[ThreadPoolExecutor]:
 
 
 def agent(run: RunDir, start: Path) -> NodeReader:
-    reader = NodeReader(run, "float32")
+    reader = NodeReader(run, "float32", Recorder(run.traces, "rollout", 0, 1, "rollout_000", enabled=False))
     reader.start_folder = start
     return reader
 

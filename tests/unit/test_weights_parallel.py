@@ -68,6 +68,15 @@ def test_the_lane_with_most_left_comes_first_though_its_jobs_were_given_last() -
     assert busy.order == [3, 4, 0, 5, 2, 1]
 
 
+def test_lanes_that_weigh_nothing_follow_each_other_behind_the_others() -> None:
+    busy = Busy()
+    sizes = [0, 0, 5, 0, 0]
+    with ThreadPoolExecutor(1) as pool:
+        Lanes([(lane, size, partial(busy.job, lane, lane)) for lane, size in enumerate(sizes)]).start(pool, 1)
+
+    assert busy.order == [2, 0, 1, 3, 4]
+
+
 def test_two_lanes_are_worked_on_at_the_same_time() -> None:
     together = threading.Barrier(2, timeout=20)
     with ThreadPoolExecutor(2) as pool:
