@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NoReturn
 
 from stages.context import StageContext
@@ -15,12 +16,14 @@ from stages.rollout.errors import RefusedAgainError
 from stages.rollout.refresh import Refresh
 from stages.rollout.registration import Registration
 from stages.weights.apply import Requests, write_loaded, write_prepared
+from stages.weights.filesystems import is_local
 from stages.weights.records import Loaded, Prepared, RefreshRequest
 
 _POLL_FIRST_S = 0.005
 _POLL_LAST_S = 0.05
+_POLL_LOCAL_S = 0.01
 _POLL_SHARE = 0.02
-"""A request is looked for every 2 % of the time since the last one, within the two limits."""
+"""A request is looked for every 2 % of the time since the last one, within two limits; a filesystem of this host is asked more often."""
 _LOOKS_PER_S = 1000.0
 """Of all instances together, at most: each look is a listing that a file server has to answer."""
 MOST_REFUSED = 2
@@ -34,13 +37,18 @@ def follow_requests(context: StageContext, keeper: ServerKeeper, registration: R
     """
     follower = Follower(context, keeper, registration)
     since_s, supervisor = time.monotonic(), SupervisorWatch.of(context)
-    longest_s = max(_POLL_LAST_S, len(context.plan.rollout.instances) / _LOOKS_PER_S)
+    longest_s = longest_pause_s(context.run.root, len(context.plan.rollout.instances))
     while True:
         supervisor.look()
         if follower.step():
             since_s = time.monotonic()
         idle_s = time.monotonic() - since_s
         keeper.pause(min(longest_s, max(_POLL_FIRST_S, _POLL_SHARE * idle_s)))
+
+
+def longest_pause_s(folder: Path, num_instances: int) -> float:
+    """Between two looks for a request in `folder`, of each of so many instances."""
+    return max(_POLL_LOCAL_S if is_local(folder) else _POLL_LAST_S, num_instances / _LOOKS_PER_S)
 
 
 @dataclass

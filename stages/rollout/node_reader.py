@@ -22,7 +22,7 @@ from stages.rollout.staging import DroppedError, NoSharedMemoryError, Segment, S
 from stages.rundir import OutsideRunError, RunDir
 from stages.weights.errors import WeightsError
 from stages.weights.manifest import Manifest
-from stages.weights.reader import CACHED_BYTES, load_manifest
+from stages.weights.reader import load_manifest
 from stages.weights.versions import read_version
 from traces.recorder import Recorder
 
@@ -119,7 +119,7 @@ class NodeReader:
             mine.begun.set()
             tensors = layout.views(segment.memory)
             with self._recorder.span("read_weights", version=manifest.version, bytes=manifest.weight_bytes):
-                read_version(self._run, manifest, into=tensors, check=mine.check, chunk_bytes=CACHED_BYTES)
+                read_version(self._run, manifest, into=tensors, check=mine.check)
 
         segment.hold(name_of(manifest.state), fill, deadline_s=mine.deadline_s, check=mine.check)
         try:

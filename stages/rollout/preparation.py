@@ -12,6 +12,7 @@ from stages.rollout.engine_weights import EngineWeights, StagedVersion
 from stages.rollout.staging import DroppedError
 from stages.rundir import RunDir
 from stages.weights.errors import WeightsError
+from stages.weights.parallel import quick_handover
 from stages.weights.reader import load_manifest
 
 
@@ -80,7 +81,7 @@ class Preparations:
                 self._weights.staging.release()
 
     def _read(self, mine: _Preparation) -> None:
-        with self._staging:
+        with quick_handover(), self._staging:
             try:
                 manifest = load_manifest(mine.run, mine.version, mine.digest)
                 mine.staged = self._weights.stage(mine.run, manifest, deadline_s=mine.keep_s, check=mine.check)

@@ -32,7 +32,12 @@ def flushes_data(policy: str, folder: Path) -> bool:
     not flushed is found out by its digests, and the next attempt publishes again. On a network filesystem, or one that is not
     known, the bytes must have left this host before another one is sent to read them.
     """
-    return policy == "always" or (policy == "auto" and filesystem_magic(folder) not in LOCAL)
+    return policy == "always" or (policy == "auto" and not is_local(folder))
+
+
+def is_local(folder: Path) -> bool:
+    """Do all readers of `folder` run on this host?"""
+    return filesystem_magic(folder) in LOCAL
 
 
 def is_quicker_written_over(folder: Path) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import heapq
 import os
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -15,6 +17,7 @@ Result = TypeVar("Result")
 
 MOST_THREADS = 16
 _BYTES_WORTH_A_THREAD = 4_000_000
+_QUICK_S = 0.0005
 
 
 def thread_count(wanted: int, num_bytes: int | None = None) -> int:
@@ -55,6 +58,37 @@ def map_threads(function: Callable[[Item], Result], items: Sequence[Item], threa
         for worker in workers:
             worker.result()
     return [done[index] for index in range(len(items))]
+
+
+class _Handover:
+    """Of the interpreter's lock. `usual_s` is what was set before the first that wants it quick."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted = 0
+        self._usual_s = 0.0
+
+    @contextmanager
+    def quick(self) -> Iterator[None]:
+        """A thread that waits for the interpreter's lock asks for it after half a millisecond instead of five, in all the process.
+
+        For some threads that mostly copy and hash, beside one that computes: every return from a system call is such a wait.
+        """
+        with self._lock:
+            if not self._wanted:
+                self._usual_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(_QUICK_S, self._usual_s))
+            self._wanted += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wanted -= 1
+                if not self._wanted:
+                    sys.setswitchinterval(self._usual_s)
+
+
+quick_handover = _Handover().quick
 
 
 Job = tuple[int, int, Callable[[], Result]]

@@ -35,7 +35,7 @@ from stages.weights.manifest import (
     model_config_digest,
     xxh3_128,
 )
-from stages.weights.parallel import thread_count
+from stages.weights.parallel import quick_handover, thread_count
 from stages.weights.ranks import agree
 from stages.weights.snapshot import Copy, Piece, pieces, woven
 from stages.weights.tensors import LocalTensor
@@ -113,6 +113,10 @@ class Publication:
 
     def begin(self, tensors: Iterable[LocalTensor], *, lend: bool) -> None:
         """See `Publisher.begin`."""
+        with quick_handover():  # the thread that orders the copies must keep ahead of the GPU
+            self._begin(tensors, lend)
+
+    def _begin(self, tensors: Iterable[LocalTensor], lend: bool) -> None:
         try:
             openings = agree(self._publisher.ranks, lambda: self._open(tensors, lend), _Opening)
             self._offers = [opening.offer for opening in openings]
@@ -158,7 +162,7 @@ class Publication:
             with space_checked(self._run.weights, layout.total_bytes):
                 spares.fit(Path(folder), layout.sizes)
                 files = publisher.map_files(Path(folder), layout.sizes)
-            for piece in woven([piece for local in owned for piece in pieces(local, publisher.dtype)]):
+            for piece in woven(owned, publisher.dtype):
                 self._copies.append((piece, publisher.copier.copy(piece, _place_of(piece, layout, files))))
         return _Opening(offer, folder, "")
 

@@ -19,7 +19,7 @@ from stages.weights.tensors import TORCH_DTYPES, Bytes, LocalTensor, bytes_of
 
 PIECE_BYTES = 64 << 20
 """What is copied, hashed and written in one go, and has a digest of its own in the manifest."""
-_SMALL_BYTES = 1 << 20
+_SMALL_ELEMENTS = 1 << 19
 _FIRST_SEGMENT_BYTES = 64 << 20
 _LAST_SEGMENT_BYTES = 512 << 20
 _ALIGNMENT_BYTES = 512
@@ -61,16 +61,20 @@ def pieces(local: LocalTensor, dtype: str) -> Iterator[Piece]:
         yield Piece(local.name, tuple(local.full_shape), dtype, part, local.tensor.detach()[inner.slices()])
 
 
-def woven(coming: Sequence[Piece]) -> list[Piece]:
-    """The large pieces in their order, after each some of the small ones: those take a GPU no time to copy, but the interpreter as
-    much as large ones. At the end they would be waited for alone."""
-    small = deque(piece for piece in coming if piece.num_bytes < _SMALL_BYTES)
-    large = [piece for piece in coming if piece.num_bytes >= _SMALL_BYTES]
+def woven(owned: Sequence[LocalTensor], dtype: str) -> Iterator[Piece]:
+    """The pieces of large tensors in their order, between them those of small ones.
+
+    Small ones take a GPU no time to copy, but the interpreter as much as large ones: at the end they would be waited for alone.
+    """
+    small = deque(local for local in owned if local.tensor.numel() < _SMALL_ELEMENTS)
+    large = [local for local in owned if local.tensor.numel() >= _SMALL_ELEMENTS]
     share = -(-len(small) // max(1, len(large) // 2))
-    found: list[Piece] = []
-    for piece in large:
-        found += [piece, *(small.popleft() for _ in range(min(share, len(small))))]
-    return [*found, *small]
+    for local in large:
+        yield from pieces(local, dtype)
+        for _ in range(min(share, len(small))):
+            yield from pieces(small.popleft(), dtype)
+    for local in small:
+        yield from pieces(local, dtype)
 
 
 class Copy(Protocol):

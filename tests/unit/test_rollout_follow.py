@@ -14,9 +14,11 @@ from stages.context import StageContext
 from stages.desired import DesiredState, StepSpec, write_desired
 from stages.files import read_json
 from stages.rollout.errors import RefusedAgainError
+from stages.rollout.follow import longest_pause_s
 from stages.rollout.node_folder import node_lock
 from stages.rollout.server_process import ServerProcess
 from stages.rollout.stage import run
+from stages.weights import filesystems
 from tests.rollout_agent_kit import (
     NAME,
     ack,
@@ -30,6 +32,7 @@ from tests.rollout_agent_kit import (
 )
 
 REFUSAL = [422, {"error": "tensor a.b is damaged", "kind": "unfit_weights", "tensor": "a.b", "version": 2}]
+TMPFS, NFS = 0x0102_1994, 0x6969
 
 
 @pytest.fixture(autouse=True)
@@ -161,3 +164,14 @@ def test_one_whose_turn_on_the_node_does_not_come_refuses_and_goes_on(context: S
     nack = ack(context, 2, "nack")
     assert nack["phase"] == "commit"
     assert "the node's reload lock" in nack["error"]
+
+
+@pytest.mark.parametrize(
+    ("magic", "num_instances", "pause_s"), [(TMPFS, 1, 0.01), (NFS, 1, 0.05), (TMPFS, 20, 0.02), (NFS, 512, 0.512)]
+)
+def test_a_file_server_is_asked_less_often_than_this_host_and_less_by_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, magic: int, num_instances: int, pause_s: float
+) -> None:
+    monkeypatch.setattr(filesystems, "filesystem_magic", lambda _: magic)
+
+    assert longest_pause_s(tmp_path, num_instances) == pytest.approx(pause_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from stages.weights import parallel
 from stages.weights.filesystems import LOCAL, filesystem_magic
-from stages.weights.parallel import Lanes, map_threads
+from stages.weights.parallel import Lanes, map_threads, quick_handover
 from stages.weights.snapshot import HostBuffers
 
 
@@ -194,3 +195,23 @@ def test_after_an_error_no_further_item_is_begun_and_the_running_ones_end(
 
     assert sorted(begun) == list(range(threads))
     assert ended == list(range(1, threads))
+
+
+def test_the_interpreter_s_lock_is_handed_over_quickly_until_nobody_wants_that_any_more() -> None:
+    usual_s = sys.getswitchinterval()
+    with quick_handover():
+        with quick_handover():
+            assert sys.getswitchinterval() < usual_s
+        assert sys.getswitchinterval() < usual_s
+
+    assert sys.getswitchinterval() == usual_s
+
+
+def test_a_quicker_handover_than_ours_is_left_alone() -> None:
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with quick_handover():
+            assert sys.getswitchinterval() == pytest.approx(1e-5)
+    finally:
+        sys.setswitchinterval(usual_s)
