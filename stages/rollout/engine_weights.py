@@ -21,7 +21,7 @@ from stages.rollout import compat_model
 from stages.rollout.checksums import as_words, device_sums, word_of
 from stages.rollout.copy_plan import Copy, PlanError, record
 from stages.rollout.signature import model_signature
-from stages.rollout.source_sums import SourceSums
+from stages.rollout.source_sums import Source, SourceSums
 from stages.rollout.staged_delta import name_of, patch
 from stages.rollout.staging import SegmentLayout, Staging
 from stages.rundir import RunDir
@@ -63,6 +63,7 @@ class EngineWeights:
         self._packed = compat_model.packed_layers(self._model)
         self._copies: list[Copy] = []
         self._words: list[torch.dtype] = []
+        self._sources: list[Source] = []
         self._factors = column_factors(0)
         self._gathered: dict[int, torch.Tensor] = {}
         self.why_reload = compat_model.why_not_copied(self._model)
@@ -70,7 +71,7 @@ class EngineWeights:
             try:
                 self._plan(start_folder)
             except PlanError as problem:
-                self._copies, self._words, self._gathered = [], [], {}
+                self._copies, self._words, self._sources, self._gathered = [], [], [], {}
                 self.why_reload = str(problem)
 
     def description(self) -> dict[str, Any]:
@@ -95,6 +96,10 @@ class EngineWeights:
             sources = [self._source(index) for index in range(len(self._copies))]
             targets = self._targets()
             self._words = [word_of(*pair) for pair in zip(sources, targets, strict=True)]
+            self._sources = [
+                Source.of(copy, self.staging.tensors[copy.name], word)
+                for copy, word in zip(self._copies, self._words, strict=True)
+            ]
             self._factors = column_factors(max(view.shape[-1] for view in targets))
             self._device_factors = self._factors.to(self._device)
             self._rehearse(start_folder, parameters, fresh)
@@ -137,7 +142,9 @@ class EngineWeights:
         """
         self.layout.check_fit(manifest)
         staged = self.staging.tensors
-        sums = SourceSums(self._copies, staged, self._words, self._factors, self._gathered, manifest.tensors)
+        sums = SourceSums(self._sources, self._factors, self._gathered, manifest.tensors)
+        # Before the bytes are there: while the engine computes, each of some hundred views waits for the interpreter's lock.
+        targets = [] if self._packed else self._targets()
 
         def fill() -> None:
             sums.restart()  # another process may have replaced what was read before it was held
@@ -151,7 +158,7 @@ class EngineWeights:
             patch=partial(patch, run, manifest, staged),
         )
         found = sums.complete(was_added=read_here and manifest.delta is None)
-        return StagedVersion(manifest, read_here, sums.num_published, found, [] if self._packed else self._targets())
+        return StagedVersion(manifest, read_here, sums.num_published, found, targets)
 
     # ---- while paused --------------------------------------------------------------------------------------------
 

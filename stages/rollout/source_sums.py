@@ -28,19 +28,20 @@ _BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class _Source:
-    """`flat` holds the words of a source that lies in one piece, from byte `first` of its tensor on; else it is None."""
+class Source:
+    """Of one copy. `flat` holds the words of a source that lies in one piece, from byte `first` of its tensor on; else it is None."""
 
+    copy: Copy
     view: torch.Tensor
     word: torch.dtype
     first: int
     flat: Any
 
     @classmethod
-    def of(cls, copy: Copy, tensor: torch.Tensor, word: torch.dtype) -> _Source:
+    def of(cls, copy: Copy, tensor: torch.Tensor, word: torch.dtype) -> Source:
         view = copy.source.of(tensor)
         flat = as_words(view, word).reshape(-1).numpy() if view.is_contiguous() else None
-        return cls(view, word, copy.source.offset * view.element_size(), flat)
+        return cls(copy, view, word, copy.source.offset * view.element_size(), flat)
 
     @property
     def bytes(self) -> int:
@@ -61,30 +62,27 @@ class _Source:
 class SourceSums:
     """`add` may be called by several threads at once; the other methods by one, when nothing is read.
 
-    `tensors` hold the bytes of the version, `words[i]` is the integer type of the i-th copy, `factors` those of the columns.
-    Sources that have a buffer in `gathered` are brought together there first. `entries` are those of the
-    version's manifest; what has none has no published sum.
+    `sources` see the bytes of the version, `factors` are those of the columns. Sources that have a buffer in `gathered` are brought
+    together there first. `entries` are those of the version's manifest; what has none has no published sum.
     """
 
     def __init__(
         self,
-        copies: Sequence[Copy],
-        tensors: Mapping[str, torch.Tensor],
-        words: Sequence[torch.dtype],
+        sources: Sequence[Source],
         factors: torch.Tensor,
         gathered: Mapping[int, torch.Tensor],
         entries: Mapping[str, TensorEntry],
     ) -> None:
-        self._sources = [_Source.of(copy, tensors[copy.name], word) for copy, word in zip(copies, words, strict=True)]
+        self._sources = sources
         self._published: dict[int, int] = {}
         self._by_name: dict[str, list[int]] = {}
-        for index, (copy, word) in enumerate(zip(copies, words, strict=True)):
-            entry = entries.get(copy.name)
-            total = None if entry is None else published_sum(copy.source, word, entry)
+        for index, source in enumerate(sources):
+            entry = entries.get(source.copy.name)
+            total = None if entry is None else published_sum(source.copy.source, source.word, entry)
             if total is not None:
                 self._published[index] = total
-            elif self._sources[index].flat is not None:
-                self._by_name.setdefault(copy.name, []).append(index)
+            elif source.flat is not None:
+                self._by_name.setdefault(source.copy.name, []).append(index)
         self._factors = factors
         self._gathered = gathered
         self._lock = threading.Lock()

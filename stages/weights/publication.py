@@ -216,8 +216,12 @@ class Publication:
             raise NoSpaceError(str(self._run.weights), wanted, self._available_bytes)
 
     def _threads(self) -> int:
+        """Two fewer than there may be where a GPU copies into the files: they keep up with it, and who orders its copies, and who trains,
+        must not wait for a processor."""
         num_bytes = sum(piece.num_bytes for piece, _ in self._copies)
-        return thread_count(self._publisher.options.io_threads, num_bytes)
+        threads = thread_count(self._publisher.options.io_threads, num_bytes)
+        only_hash = self._publisher.copier.is_cuda and all(copy.in_file for _, copy in self._copies)
+        return threads - 2 if only_hash and threads > 4 else threads
 
     # ---- as a delta -----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stages.rollout import source_sums
 from stages.rollout.checksums import host_sum, stretch_sum, word_of
 from stages.rollout.copy_plan import Copy, View
-from stages.rollout.source_sums import SourceSums
+from stages.rollout.source_sums import Source, SourceSums
 from stages.weights.sums import column_factors, wrapped
 
 FACTORS = column_factors(64)
@@ -30,7 +30,8 @@ def make_sums(tensor: torch.Tensor, *views: View, buffers: bool = False) -> tupl
     }
     copies = [Copy(NAME, view, "parameter", view) for view in views]
     plain = [host_sum(source, word, FACTORS) for source, word in zip(sources, words, strict=True)]
-    return SourceSums(copies, {NAME: tensor}, words, FACTORS, gathered, {}), plain
+    summed = [Source.of(copy, tensor, word) for copy, word in zip(copies, words, strict=True)]
+    return SourceSums(summed, FACTORS, gathered, {}), plain
 
 
 def cut(num_bytes: int, cuts: set[int]) -> list[tuple[int, int]]:
@@ -115,7 +116,8 @@ def test_columns_are_gathered_and_summed_up_by_blocks_of_rows(monkeypatch: pytes
     tensor = torch.randn(40, 16)
     view = View((40, 8), (16, 1), 8)
     buffer = torch.zeros(40, 8)
-    sums = SourceSums([Copy(NAME, view, "parameter", view)], {NAME: tensor}, [torch.int64], FACTORS, {0: buffer}, {})
+    source = Source.of(Copy(NAME, view, "parameter", view), tensor, torch.int64)
+    sums = SourceSums([source], FACTORS, {0: buffer}, {})
 
     assert len(sums._sources[0].blocks()) == 20
     assert sums.complete(was_added=True) == [host_sum(tensor[:, 8:], torch.int64, FACTORS)]
