@@ -44,7 +44,7 @@ from benchmarks.weights_gpu.pause import measure_pause
 from benchmarks.weights_model import shape_of_bytes
 from benchmarks.weights_rivals import Pieces, save_distributed, save_safetensors, save_torch
 from stages.rollout.memory_folder import sweep_memory_folders
-from stages.weights.filesystems import LOCAL, POLICIES, filesystem_magic, flushes_data, is_quicker_written_over
+from stages.weights.filesystems import LOCAL, POLICIES, filesystem_magic, is_quicker_written_over, must_flush
 from stages.weights.parallel import thread_count
 
 WIDTHS = {"bfloat16": 2, "float32": 4}
@@ -102,7 +102,7 @@ def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         manifest = exchange.publish()
         peak_bytes = peak_resident() - before_bytes
         threads = thread_count(options.threads, manifest.weight_bytes)
-        durable = flushes_data(options.fsync, folder)
+        durable = must_flush(options.fsync, folder)
         pieces, seconds = Pieces(exchange.folder, threads), _Seconds(folder / "other")
         for round_number in range(options.repeat + 1):  # the first one, for first touches of memory, is not counted
             counted = seconds if round_number else _Seconds(folder / "other")

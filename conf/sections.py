@@ -246,7 +246,7 @@ class WeightsConfig:
     )
     fsync: str = option(
         "auto",
-        effect="Flush a version's data before its commit; auto does on network and unknown filesystems. Records always are",
+        effect="Flush versions and the records of their exchange; auto does on network and unknown filesystems. All else always is",
         choices=("auto", "always", "never"),
     )
     refresh_timeout_s: float = option(

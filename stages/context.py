@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from conf.load import load
@@ -17,6 +17,7 @@ from planner.plan import Plan
 from stages.files import read_json
 from stages.rundir import FencedError, RunDir, RunNotFoundError
 from stages.stopping import StopRequest, StopRequestedError, read_stop_request
+from stages.weights.filesystems import must_flush
 from traces.recorder import Recorder
 
 STOP_LOOK_S = 0.2
@@ -95,6 +96,7 @@ def open_context(
     """
     run = RunDir.open(Path(run_dir), writer=name, attempt=attempt)
     config = track(load(run.config_yaml))
+    run = replace(run, flush_exchange=must_flush(config.weights.fsync, run.root))
     record = run.read(run.plan_json, any_attempt=True)
     if record is None:
         raise RunNotFoundError(f"{run.root} has no plan.json; a run is made by `python -m launch`")

@@ -60,20 +60,26 @@ def fsync_paths(paths: Sequence[Path]) -> None:
             done.result()
 
 
-def write_bytes_atomic(path: Path, data: bytes) -> None:
-    """Write-temp, fsync, rename, fsync of the directory. Readers see the old file or the whole new one; mode 0600."""
+def write_bytes_atomic(path: Path, data: bytes, *, flush: bool = True) -> None:
+    """Write-temp, fsync, rename, fsync of the directory. Readers see the old file or the whole new one; mode 0600.
+
+    Without `flush` so do readers on this host, but only as long as it lives: a crash of it may leave the old file, none, an empty one
+    or the beginning of the new one.
+    """
     temporary = path.with_name(f".{path.name}.{_process_mark()}{uuid.uuid4().hex[:8]}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(fd, "wb") as handle:
             handle.write(data)
             handle.flush()
-            os.fsync(handle.fileno())
+            if flush:
+                os.fsync(handle.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    fsync_path(path.parent)
+    if flush:
+        fsync_path(path.parent)
 
 
 def is_own_temporary(name: str) -> bool:
@@ -91,8 +97,8 @@ def json_text(payload: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def write_json_atomic(path: Path, payload: dict[str, Any]) -> None:
-    write_bytes_atomic(path, json_text(payload).encode())
+def write_json_atomic(path: Path, payload: dict[str, Any], *, flush: bool = True) -> None:
+    write_bytes_atomic(path, json_text(payload).encode(), flush=flush)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -100,7 +106,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
     An NFS client may remember for a minute that the file was missing; listing its directory makes it look again, so a
     loop around this function sees a new file as soon as a loop around `list_names` does.
-    Raises DamagedRecordError for anything else: records appear by rename, so a half one is damage, not haste.
+    Raises DamagedRecordError for anything else: records appear by rename, so a half one is damage, not haste; a crash of the host
+    does it to one that was not flushed.
     """
     return read_json_inode(path)[1]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.files import DamagedRecordError, fsync_path, fsync_paths, json_text, list_names, remove_tree
+from stages.files import fsync_path, fsync_paths, json_text, list_names, remove_tree
 
 if TYPE_CHECKING:
     from stages.rundir import RunDir
@@ -30,24 +30,23 @@ class Publication:
     ) -> None:
         """Write the manifest last, make every file and the directory durable, and give the directory its name.
 
-        Without `flush` only the manifest and the names are made durable: for data whose damage the manifest tells.
+        Without `flush` nothing is made durable, for data whose damage the manifest tells, and that is made again when it is lost.
         `pointer` is a record beside the directory, written when the directory has its name (weights/LATEST.json).
         A directory of that name left by an older attempt is moved aside first and removed.
 
         Raises what `RunDir.write` raises. When a newer attempt begins meanwhile, what it has published keeps its name.
         """
         self._write_manifest(payload)
-        fsync_paths(
-            [*(self.path / name for name in (list_names(self.path) if flush else [self.manifest_name])), self.path]
-        )
+        if flush:
+            fsync_paths([*(self.path / name for name in list_names(self.path)), self.path])
         self.run.check_fence()  # making it durable may have taken minutes
         trash = self._move_aside()
         self._take_name()
         self.committed = True
-        if pointer is None:
+        if pointer is not None:
+            self.run.write(*pointer, flush=flush)  # its fsync of the common parent covers both names
+        elif flush:
             fsync_path(self.final.parent)
-        else:
-            self.run.write(*pointer)  # its fsync of the common parent covers both names
         if trash is not None:
             remove_tree(trash)
 
@@ -74,10 +73,7 @@ class Publication:
 
     def _attempt_of(self, folder: Path) -> int:
         """-1 for what is no whole publication of this run: it may be replaced."""
-        try:
-            record = self.run.read(folder / self.manifest_name, any_attempt=True)
-        except DamagedRecordError:
-            return -1
+        record = self.run.read(folder / self.manifest_name, any_attempt=True, skip_damaged=True)
         return -1 if record is None else int(record["attempt"])
 
     def _take_name(self) -> None:

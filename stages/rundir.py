@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stages.files import list_names, make_directory, read_json, read_json_inode, write_json_atomic
+from stages.files import DamagedRecordError, list_names, make_directory, read_json, read_json_inode, write_json_atomic
 from stages.privacy import make_private, writable_by_others
 from stages.publication import Publication
 
@@ -59,12 +59,14 @@ class RunDir:
     """One process's view of a run.
 
     `attempt` is the attempt that this process belongs to; `writer` names it in every record (for example "trainer").
+    `flush_exchange`: are records of the weight exchange flushed (`stages.weights.filesystems.must_flush`)? All others always are.
     """
 
     root: Path
     run_id: str
     attempt: int
     writer: str
+    flush_exchange: bool = True
     _sequence: Iterator[int] = field(default_factory=lambda: itertools.count(1), repr=False, compare=False)
 
     # ---- making and opening ------------------------------------------------------------------------------------
@@ -294,9 +296,12 @@ class RunDir:
 
     # ---- records -----------------------------------------------------------------------------------------------
 
-    def write(self, path: Path, payload: dict[str, Any]) -> None:
-        """Publish a record atomically. Raises FencedError when a newer attempt exists, OutsideRunError on a stray path."""
-        write_json_atomic(path, self.stamped(path, payload))
+    def write(self, path: Path, payload: dict[str, Any], *, flush: bool = True) -> None:
+        """Publish a record atomically. Raises FencedError when a newer attempt exists, OutsideRunError on a stray path.
+
+        Whoever reads a record that is written without `flush` must do so with `skip_damaged`.
+        """
+        write_json_atomic(path, self.stamped(path, payload), flush=flush)
 
     def stamped(self, path: Path, payload: dict[str, Any]) -> dict[str, Any]:
         """`payload` as this process may write it to `path` now; raises what `write` raises."""
@@ -310,13 +315,24 @@ class RunDir:
         }
         return {**payload, **stamp}
 
-    def read(self, path: Path, *, any_attempt: bool = False) -> dict[str, Any] | None:
-        """A record of this run, or None. Records of an older attempt count only with `any_attempt` (published data)."""
-        return self.read_inode(path, any_attempt=any_attempt)[1]
+    def read(self, path: Path, *, any_attempt: bool = False, skip_damaged: bool = False) -> dict[str, Any] | None:
+        """A record of this run, or None. Records of an older attempt count only with `any_attempt` (published data).
 
-    def read_inode(self, path: Path, *, any_attempt: bool = False) -> tuple[int, dict[str, Any] | None]:
-        """As `read`, with the inode number of the file that was read, whether its record counts or not."""
-        inode, record = read_json_inode(path)
+        With `skip_damaged` what is no JSON object does not count either, as if it were not there: a crash of the host leaves that of
+        a record that was not flushed, and ends the attempt that wrote it. Raises DamagedRecordError otherwise.
+        """
+        return self.read_inode(path, any_attempt=any_attempt, skip_damaged=skip_damaged)[1]
+
+    def read_inode(
+        self, path: Path, *, any_attempt: bool = False, skip_damaged: bool = False
+    ) -> tuple[int, dict[str, Any] | None]:
+        """As `read`, with the inode number of the file that was read, whether its record counts or not; 0 when it is damaged."""
+        try:
+            inode, record = read_json_inode(path)
+        except DamagedRecordError:
+            if not skip_damaged:
+                raise
+            return 0, None
         if record is None or record.get("run_id") != self.run_id:
             return inode, None
         if not any_attempt and record.get("attempt") != self.attempt:
@@ -374,6 +390,6 @@ class RunDir:
         found = (_LEDGER_NAME.match(name) for name in list_names(self.ledger))
         return sorted((int(m[1]), int(m[2] or 0)) for m in found if m)
 
-    def manifest(self, directory: Path) -> dict[str, Any] | None:
+    def manifest(self, directory: Path, *, skip_damaged: bool = False) -> dict[str, Any] | None:
         """The commit record of a published directory of this run, from any attempt; None when it does not exist."""
-        return self.read(directory / "manifest.json", any_attempt=True)
+        return self.read(directory / "manifest.json", any_attempt=True, skip_damaged=skip_damaged)

@@ -170,12 +170,11 @@ class World:
             self._check_deletion(party, self.trash.get(match[1], ""))
 
     def _note_rename(self, operation: Operation) -> None:
-        manifest = self.root / operation.path / "manifest.json"
-        if ".tmp-" in operation.path and manifest.is_file():
-            record = json.loads(manifest.read_text())
+        record = read_manifest(self.root / operation.path)
+        if ".tmp-" in operation.path and record:
             self.digests[record["attempt"], record["version"]] = record["digest"]
-        elif (".trash-" in operation.target or ".spare-" in operation.target) and manifest.is_file():
-            self.trash[Path(operation.target).name] = json.loads(manifest.read_text())["digest"]
+        elif (".trash-" in operation.target or ".spare-" in operation.target) and record:
+            self.trash[Path(operation.target).name] = record["digest"]
 
     def _check_deletion(self, party: Party, digest: str) -> None:
         readers = [name for (attempt, name), server in self.servers.items() if self._reads(attempt, server, digest)]
@@ -212,6 +211,15 @@ class World:
 
 
 # ---- making a world --------------------------------------------------------------------------------------------------
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Empty when there is none, or none that is whole."""
+    try:
+        record: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return {}
+    return record
 
 
 def publish_value(run: RunDir, version: int, model: Path) -> Manifest:

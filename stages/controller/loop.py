@@ -108,7 +108,7 @@ class TrainingLoop:
 
     def _read(self, path: Path) -> dict[str, Any] | None:
         """A record that an older attempt may have left, about a step that it trained for good."""
-        return self.context.run.read(path, any_attempt=True)
+        return self.context.run.read(path, any_attempt=True, skip_damaged=True)
 
     def _old_manifest(self, step: int) -> BatchManifest | None:
         found = read_batch(self.context.run, step)

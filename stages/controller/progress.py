@@ -93,7 +93,7 @@ class Progress:
 
     def _look_for_version(self, version: int) -> bool:
         path = self.run.refreshed_json(version)
-        record = self.run.read(path) if path.name in list_names(path.parent) else None
+        record = self.run.read(path, skip_damaged=True) if path.name in list_names(path.parent) else None
         if record is None:
             return False
         if record["version"] != version:

@@ -93,7 +93,7 @@ def _recorded(run: RunDir, state: LedgerState, step: int) -> dict[int, BatchMani
 
 def _published(run: RunDir) -> int:
     """The newest version of this attempt. Batches below it may have been collected while no controller ran."""
-    latest = run.read(run.latest_json)
+    latest = run.read(run.latest_json, skip_damaged=True)
     return 0 if latest is None else int(latest["version"])
 
 
@@ -101,7 +101,7 @@ def _newest_served(run: RunDir, first_version: int) -> int:
     """The newest version that all instances have proved in this attempt; -1 for none."""
     newest = -1
     for name in list_names(run.refreshed):
-        record = run.read(run.refreshed / name)
+        record = run.read(run.refreshed / name, skip_damaged=True)
         if record is not None and record["version"] >= first_version:
             newest = max(newest, int(record["version"]))
     return newest

@@ -80,7 +80,7 @@ class Summary:
         """One for each version that was served, also those that older attempts served and whose records are still there."""
         found = {}
         for name in list_names(self.run.refreshed):
-            record = self.run.read(self.run.refreshed / name, any_attempt=True)
+            record = self.run.read(self.run.refreshed / name, any_attempt=True, skip_damaged=True)
             if record is not None and record["version"] <= progress.served_version:
                 found[record["version"]] = record["refresh_s"]
         found |= {version: record["refresh_s"] for version, record in progress.refreshed.items()}

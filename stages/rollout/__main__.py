@@ -11,6 +11,7 @@ from stages.process import install_stop_handlers
 from stages.rollout.errors import RolloutError, RolloutOptionError
 from stages.rollout.stage import run_alone
 from stages.rundir import RunDirectoryError
+from stages.weights.errors import WeightsError
 
 
 def main() -> int:
@@ -24,6 +25,10 @@ def main() -> int:
             run_alone(context)
     except StoppedError:
         return 0
+    except WeightsError as error:
+        publish = f"`python -m launch.resume {options.run_dir}` publishes anew, `python -m stages.weights push` by hand"
+        print(f"the newest weights cannot be served: {error}; {publish}", file=sys.stderr)
+        return 1
     except (RolloutError, RolloutOptionError, RunDirectoryError, DamagedRecordError) as error:
         print(error, file=sys.stderr)
         return 1

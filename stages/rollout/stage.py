@@ -18,6 +18,7 @@ from stages.rollout.registration import Registration
 from stages.weights.delta_chain import State
 from stages.weights.instances import InstanceStatus
 from stages.weights.reader import load_manifest
+from stages.weights.report import newest_version
 from stages.weights.versions import chain_to
 
 
@@ -30,14 +31,16 @@ def run(context: StageContext) -> dict[str, Any]:
 
 
 def run_alone(context: StageContext) -> NoReturn:
-    """Serve the newest published weights of a run, proved; model_path, unproved, when nothing is published."""
-    record = context.run.latest_json
-    latest = context.run.read(record, any_attempt=True)
-    if latest is None:
+    """Serve the newest published weights of a run, proved; model_path, unproved, when nothing is published.
+
+    Raises WeightsError when LATEST.json, or what it names, is missing or damaged, as a crash of the host may leave it.
+    """
+    newest = newest_version(context.run)
+    latest = context.run.read(context.run.latest_json, any_attempt=True)
+    if newest is None or latest is None:
         print(f"{context.run.root} has published no weights: serving model_path as it is", flush=True)
         _serve(context, StartPoint(_model_folder(context), 0, serve_unproved=True), None)
-    version, digest = int(latest["version"]), str(latest["digest"])
-    manifest = load_manifest(context.run, version, digest)
+    manifest = load_manifest(context.run, newest, str(latest["digest"]))
     whole = chain_to(context.run, manifest)[
         0
     ]  # a server starts from whole files; what changed since goes into it in place

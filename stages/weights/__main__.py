@@ -34,6 +34,9 @@ from stages.weights.reader import load_manifest
 from stages.weights.report import inspect_lines, newest_version
 from stages.weights.versions import faults
 
+_RENEWED = ("weights/LATEST.json ", "weights/v", "instances/", "control/")
+"""What a push writes anew, or can do without, when a crash of the host has damaged it."""
+
 
 class NotNowError(PushRefusedError):
     """A trainer of the run may be publishing."""
@@ -159,8 +162,8 @@ def _check_nobody_publishes(truth: Truth, *, sure: bool) -> None:
     """Raises NotNowError while a trainer lives, will come, or nobody can tell; RunDirectoryError for half a run."""
     why = f" ({truth.why})" if truth.why else ""
     root = truth.folder.root
-    if truth.damage:
-        raise RunDirectoryError(f"{root} is half-deleted: {', '.join(truth.damage)}")
+    if damage := [entry for entry in truth.damage if not entry.startswith(_RENEWED)]:
+        raise RunDirectoryError(f"{root} is half-deleted: {', '.join(damage)}")
     if truth.is_alive:
         raise NotNowError(
             f"{root} is {truth.state}{why}: its trainer publishes the versions; push when the run is over "

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from conf.schema import LibraConfig
-from stages.files import list_inodes
+from stages.files import DamagedRecordError, list_inodes
 from stages.rundir import RunDir
 from stages.weights.errors import RecordError, WeightRefreshError
 from stages.weights.manifest import Manifest
@@ -34,6 +34,7 @@ class Acks:
     refused: dict[str, Nack] = field(default_factory=dict)
     _refusals: dict[str, Nack] = field(default_factory=dict)
     _seen: dict[tuple[str, str], int] = field(default_factory=dict)
+    _damaged: dict[str, str] = field(default_factory=dict)
 
     def missing(self) -> tuple[str, ...]:
         return tuple(name for name in self.request.instances if name not in self.loaded)
@@ -54,6 +55,7 @@ class Acks:
     def state_of(self, instance: str) -> str:
         """For error messages."""
         state = "prepared, not loaded" if instance in self.prepared else "no answer"
+        state += f", for {self._damaged[instance]}" if instance in self._damaged else ""
         refusal = self._refusals.get(instance)
         return state if refusal is None else f"{state} since it was asked again; it had refused: {refusal.error}"
 
@@ -80,7 +82,10 @@ class Acks:
                 del self._seen[instance, phase]  # the listing showed the later one first
 
     def _read(self, instance: str, phase: str) -> tuple[int, Prepared | Loaded | Nack | None]:
-        """A checked answer of this attempt, or None. Raises WeightRefreshError naming the field that is wrong."""
+        """A checked answer of this attempt, or None. Raises WeightRefreshError naming the field that is wrong.
+
+        One that is no JSON may be what a crash of the host left of an older attempt's: it is looked at again each time.
+        """
         what = f"{phase} of {instance} for version {self.request.version}"
         try:
             inode, record = self.run.read_inode(self.run.ack_json(self.request.version, instance, phase))
@@ -88,6 +93,9 @@ class Acks:
                 return inode, None
             answer = KINDS[phase].from_record(record, what)
             self._compare(what, {**asdict(answer), "writer": record["writer"]}, instance)
+        except DamagedRecordError as damage:
+            self._damaged[instance] = str(damage)
+            return 0, None
         except (RecordError, ValueError) as problem:
             raise WeightRefreshError(self.request.version, (instance,), f"wrong answer: {problem}") from problem
         return inode, answer

@@ -39,7 +39,8 @@ class Requests:
     def newest(self, newer_than: int) -> RefreshRequest | None:
         """The newest request of this attempt for a version above `newer_than` that names this instance; None when there is none.
 
-        Requests that an older attempt or another run left behind do not count. Raises RecordError for a damaged request.
+        Requests that an older attempt or another run left behind, and damaged ones, do not count. Raises RecordError for one
+        with a wrong field.
         """
         inodes = {
             int(match[1]): inode
@@ -57,7 +58,7 @@ class Requests:
         seen, now_s = self._seen.get(version), self.clock()
         if seen is not None and inode and seen.inode == inode and now_s < seen.read_s + REREAD_S:
             return seen.request
-        read, record = self.run.read_inode(self.run.request_json(version))
+        read, record = self.run.read_inode(self.run.request_json(version), skip_damaged=True)
         request = None
         if record is not None:
             request = RefreshRequest.from_record(record, f"request for version {version}")
@@ -110,4 +111,4 @@ def _answer(run: RunDir, record: Prepared | Loaded | Nack, phase: str) -> None:
     payload = record.to_record()
     type(record).from_record(payload, f"{phase} of {record.instance} for version {record.version}")
     make_directory(run.acks(record.version))
-    run.write(run.ack_json(record.version, record.instance, phase), payload)
+    run.write(run.ack_json(record.version, record.instance, phase), payload, flush=run.flush_exchange)

@@ -77,11 +77,11 @@ def collect(context: StageContext, *, batches_before: int | None = None) -> Coll
 def drop_versions(run: RunDir, newer_than: int) -> tuple[int, ...]:
     """Delete the versions that an older attempt published beyond the step that training now goes on from.
 
-    LATEST.json goes first when it names one of them: a pointer is missing rather than wrong. Leases of older attempts are void.
+    LATEST.json goes first when it names one of them, or nothing: a pointer is missing rather than wrong. Leases of older attempts are void.
     """
     beyond = tuple(sorted(version for version in run.published_versions() if version > newer_than))
-    latest = run.read(run.latest_json, any_attempt=True)
-    if latest is not None and latest["version"] > newer_than:
+    latest = run.read(run.latest_json, any_attempt=True, skip_damaged=True)
+    if run.latest_json.name in list_names(run.weights) and (latest is None or latest["version"] > newer_than):
         run.check_fence()
         run.latest_json.unlink()
     trash = _Trash(run)
@@ -111,7 +111,7 @@ def sweep_leftovers(run: RunDir, folder: Path) -> tuple[str, ...]:
 def _collect_versions(context: StageContext, trash: _Trash, keep: int) -> tuple[int, ...]:
     """Versions above LATEST.json belong to an older attempt that got further than its last checkpoint: they go too."""
     run = context.run
-    latest = run.read(run.latest_json, any_attempt=True)
+    latest = run.read(run.latest_json, any_attempt=True, skip_damaged=True)
     if latest is None:
         return ()
     published = sorted(run.published_versions())
@@ -135,7 +135,7 @@ def _collect_versions(context: StageContext, trash: _Trash, keep: int) -> tuple[
 def _leased(context: StageContext) -> set[int]:
     """Raises RecordError, DamagedRecordError for a registration of an instance of the plan that cannot be read."""
     names = [placement.name for placement in context.plan.rollout.instances]
-    statuses = read_statuses(context.run, names)
+    statuses = read_statuses(context.run, names, skip_damaged=False)
     leased = {version for status in statuses.values() for version in (*status.leases, status.version)}
     return _with_bases(context.run, leased)
 
@@ -167,7 +167,8 @@ def _requested(run: RunDir, published: Iterable[int]) -> set[int]:
     return {
         version
         for version in published
-        if run.read(run.request_json(version)) is not None and run.read(run.refreshed_json(version)) is None
+        if run.read(run.request_json(version), skip_damaged=True) is not None
+        and run.read(run.refreshed_json(version), skip_damaged=True) is None
     }
 
 

@@ -36,8 +36,10 @@ class Before:
 
 def read_before(run: RunDir, config: LibraConfig, version: int) -> Before:
     """Of the newest refresh before `version`; one with the other method measured something else."""
-    names = sorted(name for name in list_names(run.refreshed) if name < run.refreshed_json(version).name)
-    record = run.read(run.refreshed / names[-1], any_attempt=True) if names else None
+    names = (name for name in list_names(run.refreshed) if name < run.refreshed_json(version).name)
+    newest_first = (run.refreshed / name for name in sorted(names, reverse=True))
+    records = (run.read(path, any_attempt=True, skip_damaged=True) for path in newest_first)
+    record = next((record for record in records if record is not None), None)
     if record is None:
         return Before()
     is_ours = record["attempt"] == run.attempt

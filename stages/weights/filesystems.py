@@ -25,12 +25,13 @@ _QUICKER_WRITTEN_OVER = frozenset({"tmpfs", "ext2, ext3, ext4"})
 POLICIES = ("auto", "always", "never")
 
 
-def flushes_data(policy: str, folder: Path) -> bool:
-    """Are the bytes of a published version flushed before its commit? `policy` is option weights.fsync.
+def must_flush(policy: str, folder: Path) -> bool:
+    """Are a published version and the records of the exchange in `folder` flushed before they get their names?
 
-    Readers on this host see what is in the page cache, flushed or not. What a crash of the host leaves of a version that was
-    not flushed is found out by its digests, and the next attempt publishes again. On a network filesystem, or one that is not
-    known, the bytes must have left this host before another one is sent to read them.
+    `policy` is option weights.fsync. Readers on this host see what is in the page cache, flushed or not. What a crash of the host
+    leaves of a version that was not flushed is found out by its digests, and of a record because it is no JSON; it ends all who
+    take part as well, and the next attempt publishes again. On a network filesystem, or one that is not known, the bytes must have
+    left this host before another one is sent to read them.
     """
     return policy == "always" or (policy == "auto" and not is_local(folder))
 

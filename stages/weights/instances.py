@@ -66,23 +66,28 @@ class InstanceStatus:
 
 
 def write_status(run: RunDir, status: InstanceStatus) -> None:
-    run.write(run.instance_json(status.instance), status.to_record())
+    run.write(run.instance_json(status.instance), status.to_record(), flush=run.flush_exchange)
 
 
-def read_status(run: RunDir, instance: str) -> InstanceStatus | None:
-    """What `instance` says in this attempt; None when it has not registered. Raises RecordError for a damaged record."""
-    record = run.read(run.instance_json(instance))
+def read_status(run: RunDir, instance: str, *, skip_damaged: bool = True) -> InstanceStatus | None:
+    """What `instance` says in this attempt; None when it has not registered, or without `skip_damaged` only then.
+
+    Raises RecordError for a record with a wrong field, DamagedRecordError.
+    """
+    record = run.read(run.instance_json(instance), skip_damaged=skip_damaged)
     return None if record is None else InstanceStatus.from_record(record, f"registration of {instance}")
 
 
-def read_statuses(run: RunDir, names: Iterable[str] | None = None) -> dict[str, InstanceStatus]:
-    """Instances that registered in this attempt, by name: all, or those of `names`. Raises RecordError for a damaged record."""
+def read_statuses(
+    run: RunDir, names: Iterable[str] | None = None, *, skip_damaged: bool = True
+) -> dict[str, InstanceStatus]:
+    """Instances that registered in this attempt, by name: all, or those of `names`. Raises what `read_status` raises."""
     if names is None:
         names = [name.removesuffix(".json") for name in list_names(run.instances) if name.endswith(".json")]
     wanted = list(names)
     if len(wanted) <= _ALONE:
-        found = [read_status(run, name) for name in wanted]
+        found = [read_status(run, name, skip_damaged=skip_damaged) for name in wanted]
     else:
         with ThreadPoolExecutor(_READERS) as pool:
-            found = list(pool.map(lambda name: read_status(run, name), wanted))
+            found = list(pool.map(lambda name: read_status(run, name, skip_damaged=skip_damaged), wanted))
     return {name: status for name, status in zip(wanted, found, strict=True) if status is not None}

@@ -180,7 +180,7 @@ class Publication:
 
     def _make_folder(self) -> str:
         run, final = self._run, self._run.weights_version(self.version)
-        existing = run.manifest(final)
+        existing = run.manifest(final, skip_damaged=True)
         if existing is not None and existing["attempt"] == run.attempt:
             raise PublishError(f"version {self.version} was already published by this attempt")
         sweep_leftovers(run, run.weights)

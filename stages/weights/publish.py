@@ -14,7 +14,7 @@ from stages.rundir import RunDir
 from stages.weights import spares
 from stages.weights.delta_chain import MOST_LINKS
 from stages.weights.encoder import Snapshot
-from stages.weights.filesystems import flushes_data, lies_in_memory
+from stages.weights.filesystems import lies_in_memory, must_flush
 from stages.weights.hf_folder import small_files
 from stages.weights.layout import Layout, Offer, plan_layout
 from stages.weights.manifest import Manifest, Probe
@@ -191,4 +191,4 @@ class Publisher:
 
     @cached_property
     def flushes(self) -> bool:
-        return flushes_data(self.options.fsync, self.run.weights)
+        return must_flush(self.options.fsync, self.run.weights)

@@ -206,7 +206,7 @@ def _tokens(manifests: list[Manifest], config: LibraConfig, hf_config: Mapping[s
 
 def _next_version(run: RunDir) -> int:
     """Above everything that has a number, also above a folder that is damaged, and above LATEST.json."""
-    latest = run.read(run.latest_json, any_attempt=True)
+    latest = run.read(run.latest_json, any_attempt=True, skip_damaged=True)
     named = latest.get("version", -1) if latest else -1
     if type(named) is not int:
         raise PublishError(f"{run.latest_json} names version {named!r}; wanted a number")

@@ -75,7 +75,7 @@ def request_refresh(
     request = _request(context, manifest, names, before, statuses)
     make_directory(run.acks(version))
     started_s = time.monotonic()
-    run.write(run.request_json(version), request.to_record())
+    run.write(run.request_json(version), request.to_record(), flush=run.flush_exchange)
     patience = Patience(run, context.config, names, request.deadline_s, statuses=statuses)
     patience.away.update(_still_quarantined(before, statuses))
     asking = _Asking(context, manifest, Acks(run, context.config, manifest, request), patience)
@@ -91,7 +91,7 @@ def request_refresh(
     )
     result = _result(manifest, request, loaded, before, time.monotonic() - started_s, publish_s)
     result = replace(result, quarantined=asking.quarantined())
-    run.write(run.refreshed_json(version), result.to_record())
+    run.write(run.refreshed_json(version), result.to_record(), flush=run.flush_exchange)
     _tell(context, result, before)
     return result
 
@@ -209,7 +209,8 @@ class _Asking:
         retries = self.acks.request.retries
         more = {name: retries.get(name, 0) + 1 for name in names}
         self.acks.request = replace(self.acks.request, retries={**retries, **more})
-        self.context.run.write(self.context.run.request_json(self.manifest.version), self.acks.request.to_record())
+        run, record = self.context.run, self.acks.request.to_record()
+        run.write(run.request_json(self.manifest.version), record, flush=run.flush_exchange)
         for name in names:
             del self._again_s[name]
             del self.acks.refused[name]

@@ -83,7 +83,7 @@ def _instances(run: RunDir, moves: Mapping[str, bool]) -> list[str]:
     rows: list[tuple[str, ...]] = []
     for name in _records(run.instances):
         try:
-            status = read_status(run, name)
+            status = read_status(run, name, skip_damaged=False)
         except DAMAGE as problem:
             rows.append((name, "damaged", "", "", "", "", "", str(problem)))
         else:

@@ -369,7 +369,9 @@ def test_without_the_attempt_in_records_answers_left_over_would_count(
     template: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = RunDir.read_inode
-    monkeypatch.setattr(RunDir, "read_inode", lambda run, path, any_attempt=False: read(run, path, any_attempt=True))
+    monkeypatch.setattr(
+        RunDir, "read_inode", lambda run, path, any_attempt=False, **_: read(run, path, any_attempt=True)
+    )
 
     with make_world(template, Sharing(), in_order("trainer.1")) as world:
         trainer = world.add_trainer((3,))

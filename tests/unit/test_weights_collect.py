@@ -147,6 +147,16 @@ def test_a_damaged_registration_stops_collection_rather_than_lifting_its_lease_o
     assert sorted(run.published_versions()) == [0, 1, 2]
 
 
+def test_what_a_crash_left_of_a_registration_stops_collection_as_well(run: RunDir, context: StageContext) -> None:
+    publish_versions(run, 0, 1, 2)
+    run.instance_json("rollout_000").touch()
+
+    collected = collect(context)
+
+    assert collected.versions == ()
+    assert "rollout_000.json is not JSON" in collected.left_alone[0]
+
+
 def test_a_foreign_file_among_the_registrations_stops_nothing(run: RunDir, context: StageContext) -> None:
     publish_versions(run, 0, 1, 2)
     (run.instances / "notes.json").write_text("not a registration")

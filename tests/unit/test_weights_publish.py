@@ -250,7 +250,7 @@ def test_a_full_disk_has_its_own_error_and_leaves_nothing(
 
     monkeypatch.setattr(os, function, full)
     with pytest.raises(NoSpaceError, match=r"wanted [\d,]+ bytes, available [\d,]+"):
-        publish_full(run, 1)
+        publish_full(run, 1, options=WeightsConfig(dtype="float32", fsync="always"))
 
     assert_nothing_published(run)
 

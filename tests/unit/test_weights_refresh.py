@@ -301,11 +301,14 @@ def test_an_ack_written_by_someone_else_is_refused(run: RunDir, context: StageCo
         request_refresh(context, answers.manifest, INSTANCES, publish_s=0.0)
 
 
-def test_a_damaged_ack_is_refused(run: RunDir, context: StageContext, answers: Answers) -> None:
+@pytest.mark.parametrize("content", ["", "\0\0", "{"])
+def test_a_damaged_ack_is_no_answer_and_is_named(
+    run: RunDir, context: StageContext, answers: Answers, content: str
+) -> None:
     write_prepared(as_writer(run, "rollout_000"), answers.prepared("rollout_000"))
-    run.ack_json(3, "rollout_000", "loaded").write_text("{")
+    run.ack_json(3, "rollout_000", "loaded").write_text(content)
 
-    with pytest.raises(WeightRefreshError, match="rollout_000: wrong answer"):
+    with pytest.raises(WeightRefreshError, match=r"rollout_000: prepared, not loaded, for .*loaded.json is not JSON"):
         request_refresh(context, answers.manifest, INSTANCES, publish_s=0.0)
 
 
