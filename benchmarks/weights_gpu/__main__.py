@@ -12,7 +12,8 @@ product's agent and server, on the same GPU unless --trainer-gpu says otherwise,
 
 `snapshot_s` blocks training, `publish_s` is until the version is visible (snapshot included), `prepare_s` reading and verifying
 beside the generation, `paused_s` from the pause to the proved version, `total_s` from the end of the optimizer step (which is
-not measured) until all serve. The first folder gets all rows, the others `inplace` alone. A row that fails is printed with the
+not measured) until all serve. The first folder gets all rows, the others `inplace` alone. In folders on a disk --interval-s passes
+between two refreshes, as training takes it, and `dirty_bytes` is what the disk had yet to take when a refresh began. A row that fails is printed with the
 ends of the logs, and the next one goes on; the exit status is then 1.
 """
 
@@ -31,6 +32,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.weights_gpu.disk import Interval
 from benchmarks.weights_gpu.limits import Budget, limited
 from benchmarks.weights_gpu.load import Load
 from benchmarks.weights_gpu.model import SHAPES, Parameters, write_source
@@ -76,6 +78,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--restarts", type=int, default=1, help="of row restart (default %(default)s)")
     parser.add_argument("--memory-share", type=float, default=0.5, help="of the GPU for vLLM (default %(default)s)")
     parser.add_argument("--trainer-gpu", type=int, default=0, help="number of the GPU with the parameters")
+    parser.add_argument(
+        "--interval-s",
+        type=float,
+        default=0.0,
+        help="least time between two refreshes in a folder on a disk (default %(default)s)",
+    )
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs: starts faster")
     parser.add_argument(
         "--budget-s", type=float, default=440.0, help="no row begins after so long (default %(default)s)"
@@ -95,6 +103,7 @@ class Measurement:
         self._budget = Budget(options.budget_s)
         self._config: LibraConfig
         self._parameters: Parameters
+        self._interval: Interval
         on_gpu = options.device == "cuda"
         self._device = torch.device("cuda", options.trainer_gpu) if on_gpu else torch.device("cpu")
 
@@ -111,6 +120,7 @@ class Measurement:
             for number, (folder, place) in enumerate(places.items()):
                 if number == 0 and not self._has_model(place):
                     return
+                self._interval = Interval(place, options.interval_s)
                 with self._attempt(f"folder {folder}", None):
                     with scene(place, folder, self._config, self._parameters, self._device) as made:
                         self._measure(made, self.options.rows if number == 0 else ["inplace"])
@@ -143,7 +153,8 @@ class Measurement:
     # ---- rows ----------------------------------------------------------------------------------------------------
 
     def _measure(self, made: Scene, rows: list[str]) -> None:
-        with self._attempt(f"warm-up in {made.name}", START_LIMIT_S + WARM_UPS * REFRESH_LIMIT_S, made):
+        limit_s = START_LIMIT_S + WARM_UPS * (REFRESH_LIMIT_S + self._interval.interval_s)
+        with self._attempt(f"warm-up in {made.name}", limit_s, made):
             self._ensure_ready(made)
         for row in rows:
             if self._budget.left_s < REFRESH_LIMIT_S:
@@ -152,7 +163,7 @@ class Measurement:
                 continue
             restarts = row == "restart"
             count = self.options.restarts if restarts else self.options.repeat
-            limit_s = START_LIMIT_S + count * (RESTART_LIMIT_S if restarts else REFRESH_LIMIT_S)
+            limit_s = START_LIMIT_S + count * self._limit_s(row)
             with self._attempt(f"{row} in {made.name}", limit_s, made):
                 self._ensure_ready(made)
                 self._measure_row(made, row, count)
@@ -167,14 +178,19 @@ class Measurement:
             made.vllm_reload if row == "vllm_reload" else lambda: made.refresh(row if row == "restart" else "inplace")
         )
         for _ in range(count):
-            with limited(RESTART_LIMIT_S if row == "restart" else REFRESH_LIMIT_S, f"one {row}"):
+            with limited(self._limit_s(row), f"one {row}"):
                 self._take(made, row, action)
         say(row=row, folder=made.name, load=vars(made.instance.counts))
 
+    def _limit_s(self, row: str) -> float:
+        return self._interval.interval_s + (RESTART_LIMIT_S if row == "restart" else REFRESH_LIMIT_S)
+
     def _take(self, made: Scene, row: str, action: Callable[[], dict[str, Any]], *, warm_up: bool = False) -> None:
+        facts = self._interval.begin()
         in_flight = made.instance.counts.in_flight
         measured = action()
-        self.table.add(row, made.name, measured, warm_up=warm_up, requests_in_flight=in_flight)
+        self._interval.end()
+        self.table.add(row, made.name, measured, warm_up=warm_up, requests_in_flight=in_flight, **facts)
         made.clean()
 
     def _load(self) -> Load:

@@ -70,7 +70,7 @@ def write_status(run: RunDir, status: InstanceStatus) -> None:
 
 
 def read_status(run: RunDir, instance: str, *, skip_damaged: bool = True) -> InstanceStatus | None:
-    """What `instance` says in this attempt; None when it has not registered, or without `skip_damaged` only then.
+    """What `instance` says in this attempt; None when it has not registered, with `skip_damaged` also when its record is no JSON.
 
     Raises RecordError for a record with a wrong field, DamagedRecordError.
     """

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.weights_gpu.disk import _MEMINFO, _WAITING, Interval, dirty_bytes
 from benchmarks.weights_gpu.limits import TooSlowError, limited
 from benchmarks.weights_gpu.model import SHAPES, Parameters
 from benchmarks.weights_gpu.report import Table
@@ -59,6 +61,51 @@ def test_medians_leave_warm_ups_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert record["server"] == {"swap_s": 0.2}
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [line["warm_up"] for line in lines] == [True, False, False, False]
+
+
+def naps_between_refreshes(interval: Interval, clock: list[float], work_s: float) -> None:
+    """Three refreshes that take a second each, with `work_s` of other work behind each."""
+    for _ in range(3):
+        interval.begin()
+        clock[0] += 1.0
+        interval.end()
+        clock[0] += work_s
+
+
+@pytest.mark.parametrize(
+    ("in_memory", "work_s", "naps"),
+    [(False, 0.0, [0.0, 5.0, 5.0]), (False, 2.0, [0.0, 3.0, 3.0]), (False, 9.0, [0.0] * 3), (True, 0.0, [0.0] * 3)],
+)
+def test_a_disk_gets_its_time_from_the_end_of_one_refresh_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool, work_s: float, naps: list[float]
+) -> None:
+    monkeypatch.setattr("benchmarks.weights_gpu.disk.lies_in_memory", lambda _: in_memory)
+    slept: list[float] = []
+    clock = [100.0]
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock[0] += seconds
+
+    naps_between_refreshes(Interval(tmp_path, 5.0, lambda: clock[0], sleep), clock, work_s)
+
+    assert slept == naps
+
+
+@pytest.mark.parametrize(("in_memory", "facts"), [(False, {"dirty_bytes": 7168}), (True, {})])
+def test_what_a_disk_has_yet_to_take_is_told_with_a_refresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool, facts: dict[str, int]
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemFree: 9 kB\nDirty:                 4 kB\nWriteback:      3 kB\nWritebackTmp:   8 kB\n")
+    monkeypatch.setattr("benchmarks.weights_gpu.disk.lies_in_memory", lambda _: in_memory)
+    monkeypatch.setattr("benchmarks.weights_gpu.disk.dirty_bytes", lambda: dirty_bytes(meminfo))
+
+    assert Interval(tmp_path, 0.0).begin() == facts
+
+
+def test_this_host_says_both_what_is_dirty_and_what_is_on_its_way() -> None:
+    assert len(_WAITING.findall(_MEMINFO.read_text())) == 2
 
 
 def test_the_probe_is_that_of_the_published_tensors_and_a_step_moves_it_far() -> None:
