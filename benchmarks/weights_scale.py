@@ -93,10 +93,19 @@ class CountedFiles(WatchedFiles):
 
 
 class Keeper:
-    """In place of the agent's server: looks at the manifest as server and worker do, and says that all is well."""
+    """In place of the agent's server and of its reader: looks at the manifest as they and the worker do, and says that all is well."""
 
     def __init__(self, run: RunDir, num_bytes: int) -> None:
         self._run, self._num_bytes = run, num_bytes
+
+    @property
+    def reader(self) -> Keeper:
+        return self
+
+    @contextmanager
+    def reading(self, version: int, digest: str, **_: Any) -> Iterator[None]:
+        load_manifest(self._run, version, digest)
+        yield
 
     def pause(self, timeout_s: float) -> None: ...
 
