@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -63,23 +64,47 @@ def fsync_paths(paths: Sequence[Path]) -> None:
 def write_bytes_atomic(path: Path, data: bytes, *, flush: bool = True) -> None:
     """Write-temp, fsync, rename, fsync of the directory. Readers see the old file or the whole new one; mode 0600.
 
-    Without `flush` so do readers on this host, but only as long as it lives: a crash of it may leave the old file, none, an empty one
-    or the beginning of the new one.
+    Without `flush` it waits for no disk, however busy: so do readers on this host, but only as long as it lives. A crash of it may
+    leave the old file, none, an empty one, zeros, or the beginning of the new one.
     """
     temporary = path.with_name(f".{path.name}.{_process_mark()}{uuid.uuid4().hex[:8]}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(fd, "wb") as handle:
+            if data and not flush:
+                os.posix_fallocate(
+                    fd, 0, len(data)
+                )  # else ext4 begins to write it out when it takes the place of another
             handle.write(data)
             handle.flush()
             if flush:
                 os.fsync(handle.fileno())
-        os.replace(temporary, path)
+        if flush:
+            os.replace(temporary, path)
+        else:
+            _replace_at_once(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     if flush:
         fsync_path(path.parent)
+
+
+def _replace_at_once(temporary: Path, path: Path) -> None:
+    """`os.replace`, but a thread waits for the end of the old file.
+
+    A file goes with its last name or descriptor, and then waits for the disk: for what of it is being written, on some mounts for the
+    discard of its blocks. Beside 3 GB that were written back that took 0.03 to 0.3 s (ext4, kernel 6.18).
+    """
+    try:
+        old = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        os.replace(temporary, path)
+        return
+    try:
+        os.replace(temporary, path)
+    finally:
+        threading.Thread(target=os.close, args=(old,), name="old record", daemon=True).start()
 
 
 def is_own_temporary(name: str) -> bool:

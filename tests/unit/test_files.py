@@ -92,6 +92,55 @@ def test_a_failed_write_leaves_the_old_record_and_no_temporary_file(
     assert os.listdir(tmp_path) == ["record.json"]
 
 
+def test_without_flush_nothing_is_flushed_and_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("flushed"))
+    path = tmp_path / "record"
+
+    for data in (b"a longer one", b"short", b""):
+        write_bytes_atomic(path, data, flush=False)
+        assert path.read_bytes() == data
+
+    assert os.listdir(tmp_path) == ["record"]
+
+
+def test_without_flush_the_end_of_the_old_file_is_left_to_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, closers, closed = tmp_path / "record", list[int](), threading.Event()
+    close = os.close
+
+    def noting(fd: int) -> None:
+        is_old = os.readlink(f"/proc/self/fd/{fd}") == f"{path} (deleted)"
+        close(fd)
+        if is_old:
+            closers.append(threading.get_ident())
+            closed.set()
+
+    write_bytes_atomic(path, b"old", flush=False)
+    monkeypatch.setattr(os, "close", noting)
+    write_bytes_atomic(path, b"new", flush=False)
+
+    assert closed.wait(10.0)
+    assert closers != [threading.get_ident()]
+
+
+def test_a_failed_replacement_without_flush_leaves_the_old_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "record"
+    write_bytes_atomic(path, b"old", flush=False)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        write_bytes_atomic(path, b"new", flush=False)
+
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["record"]
+
+
 def test_concurrent_readers_see_one_whole_record_or_another(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     write_json_atomic(path, {"a": "0" * 5000, "b": "0"})

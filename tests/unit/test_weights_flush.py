@@ -130,7 +130,12 @@ def test_the_filesystem_is_asked_once_in_a_process_not_for_each_record(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Path] = []
-    monkeypatch.setattr("stages.weights.filesystems.filesystem_magic", lambda path: asked.append(path) or EXT4)
+
+    def asking(path: Path) -> int:
+        asked.append(path)
+        return EXT4
+
+    monkeypatch.setattr("stages.weights.filesystems.filesystem_magic", asking)
 
     with open_context("rollout", root, name=NAME) as agent:
         registration = Registration(agent.run, make_status(NAME), interval_s=60.0)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,6 +19,8 @@ from launch import list as list_runs
 from launch import status
 from launch.heartbeats import Silence
 from launch.people import command
+from launch.runs import Folder
+from launch.truth import Truth
 from planner.plan import InstancePlacement
 from stages.controller.instances import InstancePool
 from stages.controller.progress import Progress
@@ -64,7 +66,12 @@ def old(tmp_path: Path) -> RunDir:
     run = as_writer(RunDir.create(tmp_path / "run"), "trainer")
     for version in (1, 2, 3):
         publish_full(run, version)
-        record = {"version": version, "method": "inplace", "slowest_bytes_per_s": 10.0 * version, "quarantined": []}
+        record: dict[str, Any] = {
+            "version": version,
+            "method": "inplace",
+            "slowest_bytes_per_s": 10.0 * version,
+            "quarantined": [],
+        }
         run.write(run.refreshed_json(version), record)
     register(run, FIRST, version=3, heartbeat=9)
     return run
@@ -253,10 +260,9 @@ def test_who_starts_an_instance_alone_is_told_what_to_do(
         ("plan.json (missing)", False),
     ],
 )
-def test_a_push_is_refused_only_for_damage_that_it_does_not_mend(entry: str, may_push: bool) -> None:
-    truth = SimpleNamespace(
-        damage=(entry,), state="failed", why="", is_alive=False, folder=SimpleNamespace(root=Path("/run"))
-    )
+def test_a_push_is_refused_only_for_damage_that_it_does_not_mend(tmp_path: Path, entry: str, may_push: bool) -> None:
+    RunDir.create(tmp_path / "run")
+    truth = Truth(Folder.at(tmp_path / "run"), "failed", damage=(entry,))
 
     if may_push:
         weights._check_nobody_publishes(truth, sure=False)
