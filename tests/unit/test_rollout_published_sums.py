@@ -93,9 +93,9 @@ def test_a_reader_that_sums_nothing_up_hashes_in_smaller_chunks(
     asked: list[bool] = []
     honest = reader._read_piece
 
-    def read_piece(fd: int, piece: Any, tensor: torch.Tensor, arrived: Any = None) -> None:
+    def read_piece(fd: int, piece: Any, tensor: torch.Tensor, arrived: Any = None, *more: int) -> None:
         asked.append(arrived is not None)
-        honest(fd, piece, tensor, arrived)
+        honest(fd, piece, tensor, arrived, *more)
 
     monkeypatch.setattr(reader, "_read_piece", read_piece)
     weights = engine(run, loaded(EngineModel(), checkpoint(0)), start)
