@@ -23,6 +23,7 @@ from stages.context import StageContext, open_context
 from stages.files import read_json, remove_tree
 from stages.rundir import RunDir
 from stages.weights import spares
+from stages.weights.collect import sweep_leftovers
 from stages.weights.manifest import Manifest, Probe
 from stages.weights.proof import probe_change_nats
 from stages.weights.publish import Publisher, publish
@@ -179,6 +180,7 @@ class Scene:
             folder = self.run.weights_version(version)
             if version not in kept and not spares.keep(self.run, folder):
                 remove_tree(folder)
+        sweep_leftovers(self.run, self.run.weights)
 
 
 @contextmanager

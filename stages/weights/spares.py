@@ -46,9 +46,10 @@ def keep(run: RunDir, collected: Path) -> bool:
 
 
 def take(run: RunDir, target: Path, mapped: MappedFiles) -> int:
-    """Move the weight files that may be written over into the folder `target`, and delete what is left of the spare.
+    """Move the weight files that may be written over into the folder `target`, and leave the rest of the spare to the collection.
 
     Returns the bytes that they hold on the filesystem. `fit` makes them those of a layout. `mapped` are those of this process.
+    To delete six small files took 0.2 to 0.7 s beside 3 GB that were written back (ext4 that discards), and here the training waits.
     """
     held_bytes = 0
     for spare in _spares(run):
@@ -58,7 +59,7 @@ def take(run: RunDir, target: Path, mapped: MappedFiles) -> int:
                     # First out of the folder, then the question who uses it: a search for its old name may be under way.
                     os.rename(spare / name, target / name)
                     held_bytes += _claimed_bytes(target / name, mapped)
-    drop(run)
+            os.rename(spare, spare.with_name(f"{spare.name.partition('.spare-')[0]}.trash-{secrets.token_hex(4)}"))
     return held_bytes
 
 

@@ -52,7 +52,20 @@ def test_a_version_is_written_over_the_files_of_one_that_was_collected(run: RunD
     assert inode(run, 4) == first
     assert_published(run, 4, small_tensors(4))
     assert_published(run, 3, small_tensors(3))
+    sweep_leftovers(run, run.weights)  # as a collection does
     assert sorted(os.listdir(run.weights)) == ["LATEST.json", "v000002", "v000003", "v000004"]
+
+
+def test_nothing_is_deleted_while_a_version_is_published(run: RunDir, publisher: Publisher) -> None:
+    with_spare(publisher)
+
+    with FaultyFiles(run.root) as files:
+        publish(publisher, 4)
+        assert files.counts["remove"] == 0
+        collect(make_context(run))
+        assert files.counts["remove"] > 0
+
+    assert [name for name in os.listdir(run.weights) if ".trash-" in name] == []
 
 
 def test_nothing_is_kept_or_written_over_where_versions_are_published_as_what_changed(run: RunDir) -> None:
@@ -206,6 +219,7 @@ def test_a_publication_that_fails_leaves_nothing_of_it(run: RunDir, publisher: P
         with pytest.raises(NoSpaceError):
             publish(publisher, 4)
 
+    sweep_leftovers(run, run.weights)  # as a collection does
     assert sorted(os.listdir(run.weights)) == ["LATEST.json", "v000002", "v000003"]
     publish(publisher, 5)
     assert_published(run, 5, small_tensors(5))
