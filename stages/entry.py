@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import threading
@@ -35,6 +36,7 @@ def run_stage(role: str, run_dir: str, attempt: int, name: str) -> dict[str, Any
     ) as context:
         context.stop = stop
         stage = importlib.import_module(f"stages.{role}.stage")
+        gc.freeze()  # what was imported stays: a full collection would stop all threads, some of which read or publish weights
         print(
             f"{name} rank {context.rank}/{context.world_size} pid {os.getpid()} cpus {len(os.sched_getaffinity(0))}",
             flush=True,

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import logging
 import sys
 import tempfile
@@ -149,6 +150,7 @@ class Measurement:
         published_s = time.monotonic()
         say(model=options.model, bytes=parameters.num_bytes, make_s=made_s - began_s, publish_s=published_s - made_s)
         self._config, self._parameters = config, parameters
+        gc.freeze()  # as the trainer does
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 

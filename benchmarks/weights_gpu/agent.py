@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from stages.context import StoppedError, open_context
@@ -18,6 +19,7 @@ def main(run_dir: str) -> None:
     vars(command)["MIDDLEWARE"] = GUARD  # a constant, because nobody else may choose the guard
     with open_context("rollout", run_dir, name=INSTANCE) as context:
         install_stop_handlers(context.stop)
+        gc.freeze()  # as stages.entry does
         try:
             run(context)
         except StoppedError:

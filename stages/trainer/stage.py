@@ -7,6 +7,7 @@ and at the end: there they learn of wishes to stop, and of what has failed meanw
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -66,6 +67,7 @@ def run(context: StageContext) -> dict[str, Any]:
             print(f"{policy.architecture.name} loaded: tp {grid.tp}, dp {grid.dp}, {grid.device}", flush=True)
             checkpoints = Checkpoints(context, policy, grid)
             step = checkpoints.resume(saved)
+        gc.freeze()  # else every fifth step or so stands still for a look at half a million objects that are here to stay
         refresher = stack.enter_context(Refresher(context, grid, checkpoints))
         return Trainer(context, policy, grid, checkpoints, refresher, step).run()
 
