@@ -34,8 +34,8 @@ test: lint  ## Everything: lint, and all tests (some start a real vLLM and a pri
 	$(MAKE) --no-print-directory -j2 --output-sync=target test-parts test-patient
 	$(PY) -m pytest -m "not patient" tests/integration
 
-test-fast: venv  ## The unit tests: no Slurm, no vLLM, one process each
-	$(PY) -m pytest -n 2 --dist worksteal tests/unit
+test-fast: venv  ## The unit tests, properties with fewer examples: no Slurm, no vLLM, one process each
+	$(PY) -m pytest -n 2 --dist worksteal --hypothesis-profile=fast tests/unit
 
 test-parts: venv  ## Unit and contract tests: no Slurm, no vLLM
 	$(PY) -m pytest -n 2 --dist loadfile tests/unit tests/contract

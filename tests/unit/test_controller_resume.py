@@ -207,7 +207,7 @@ def play(life: Life, events: list[tuple[str, int]]) -> None:
 
 
 @given(events=lives())
-@settings(max_examples=150)
+@settings(max_examples=4 * settings().max_examples)
 def test_no_prompt_is_trained_twice_or_skipped_whatever_is_cut_off_and_lost(events: list[tuple[str, int]]) -> None:
     with scratch_run() as run:
         life = Life.begin(run)

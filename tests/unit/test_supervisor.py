@@ -307,7 +307,7 @@ ASKED = st.tuples(MOMENT, st.just("ask"), st.booleans())
 LOSSES = st.tuples(MOMENT, st.just("lose"), st.sampled_from(["node0", "node1"]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=2 * settings().max_examples, deadline=None)
 @example(
     events=[(0.0, WORD, "success"), (1.0, WORD, "failure"), (0.0, "warning", None)],
     last=(40.0, "cancel", None),
