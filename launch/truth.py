@@ -31,7 +31,8 @@ ENDED = ("succeeded", "failed")
 IN_JOBS = ("slurm", "allocation")
 """Modes of runs that end with a Slurm job: their own, or that of a shell (salloc), which may outlive the run."""
 ALIVE = ("pending", "starting", "running", "stopping", "requeued")
-STATES = (*ALIVE, *ENDED, "vanished", "half-deleted", "unknown")
+OVER = (*ENDED, "vanished")
+STATES = (*ALIVE, *OVER, "half-deleted", "unknown")
 GOOD = (*ALIVE, "succeeded")
 UNRECORDED = (
     "its launcher ended before it had written down job {job}, which cannot work without that: it fails a minute after its"

@@ -22,7 +22,7 @@ from pathlib import Path
 from conf.load import WrongConfigFileError, load
 from conf.schema import LibraConfig
 from launch.runs import Folder, NotARunError
-from launch.truth import Truth, tell_one
+from launch.truth import OVER, Truth, tell_one
 from stages.files import DamagedRecordError
 from stages.rundir import FencedError, RunDir, RunDirectoryError
 from stages.weights.difference import describe_difference
@@ -102,7 +102,7 @@ def _open(root: Path) -> RunDir:
 def _inspect(run: RunDir, _options: argparse.Namespace) -> int:
     truth = tell_one(run.root)
     print(f"run {run.run_id}, attempt {run.attempt}, {_state(truth)}, {run.root}")
-    print("\n".join(inspect_lines(run, truth.beats.instances)))
+    print("\n".join(inspect_lines(run, truth.beats.instances, is_over=truth.state in OVER)))
     return 0
 
 

@@ -21,12 +21,12 @@ _MISSING = "?"
 DAMAGE = (WeightsError, DamagedRecordError, OSError)
 
 
-def inspect_lines(run: RunDir, moves: Mapping[str, bool]) -> list[str]:
+def inspect_lines(run: RunDir, moves: Mapping[str, bool], *, is_over: bool = False) -> list[str]:
     """Published versions, instances with what they serve and lease, requests without answer, the newest refreshes.
 
-    `moves` says of which instances the heartbeat moved while somebody looked.
+    `moves` says of which instances the heartbeat moved while somebody looked. A run that `is_over` has none any more.
     """
-    blocks = [_published(run), _instances(run, moves), _pending(run), _refreshes(run)]
+    blocks = [_published(run), _instances(run, moves, is_over), _pending(run), _refreshes(run)]
     return [line for block in blocks if block for line in ("", *block)]
 
 
@@ -79,7 +79,7 @@ def _counts(manifest: Manifest) -> tuple[str, ...]:
     return f"{len(manifest.tensors)}", f"{len(manifest.files)}", f"{manifest.total_bytes:,}"
 
 
-def _instances(run: RunDir, moves: Mapping[str, bool]) -> list[str]:
+def _instances(run: RunDir, moves: Mapping[str, bool], is_over: bool) -> list[str]:
     rows: list[tuple[str, ...]] = []
     for name in _records(run.instances):
         try:
@@ -87,16 +87,17 @@ def _instances(run: RunDir, moves: Mapping[str, bool]) -> list[str]:
         except DAMAGE as problem:
             rows.append((name, "damaged", "", "", "", "", "", str(problem)))
         else:
-            rows += [] if status is None else [_instance_row(status, moves.get(name))]
+            rows += [] if status is None else [_instance_row(status, moves.get(name), is_over)]
     titles = ("instance", "state", "version", "digest", "host", "heartbeat", "leases", "")
     return table(titles, rows) if rows else [f"no instance has registered in attempt {run.attempt}"]
 
 
-def _instance_row(status: InstanceStatus, moves: bool | None) -> tuple[str, ...]:
+def _instance_row(status: InstanceStatus, moves: bool | None, is_over: bool) -> tuple[str, ...]:
     beat = {None: "", True: ", moves", False: ", stands still"}[moves]
+    last_word = "stopped" if status.state == "stopping" else f"gone, was {status.state}"
     return (
         status.instance,
-        status.state,
+        last_word if is_over else status.state,
         "none proved" if status.version < 0 else str(status.version),
         status.manifest_digest or "-",
         status.host,

@@ -18,6 +18,7 @@ from stages.weights.__main__ import main
 from stages.weights.apply import write_nack, write_prepared
 from stages.weights.records import Nack, RefreshRequest
 from stages.weights.refresh import request_refresh
+from stages.weights.report import inspect_lines
 from tests.delta_kit import flip_last_byte, payload_file, publish_chain
 from tests.weights_kit import (
     INSTANCES,
@@ -52,6 +53,24 @@ def test_inspect_shows_versions_instances_and_refreshes(run: RunDir, capsys: pyt
     refreshed = next(line for line in lines if "0.125" in line)
     assert "rollout_001 on node1" in refreshed
     assert refreshed.split()[-6:] == ["2.000", "0.000", "0.000", "0.200", "0.050", "0.100"]
+
+
+@pytest.mark.parametrize(
+    ("is_over", "wanted"),
+    [
+        (False, {"rollout_000": "stopping", "rollout_001": "ready"}),
+        (True, {"rollout_000": "stopped", "rollout_001": "gone,"}),
+    ],
+)
+def test_inspect_says_of_instances_of_a_run_that_is_over_that_they_are_not_there(
+    run: RunDir, is_over: bool, wanted: dict[str, str]
+) -> None:
+    register(run, "rollout_000", state="stopping")
+    register(run, "rollout_001", state="ready")
+
+    lines = inspect_lines(run, {}, is_over=is_over)
+
+    assert {line.split()[0]: line.split()[1] for line in lines if line.startswith("rollout")} == wanted
 
 
 def test_inspect_of_a_new_run_says_that_there_is_nothing_yet(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
