@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Self
-
-import torch
 
 from benchmarks.weights_model import Shape, random_tensors, write_config
 from conf.sections import WeightsConfig
@@ -15,7 +12,7 @@ from stages.files import remove_tree
 from stages.rollout.checksums import word_of
 from stages.rollout.copy_plan import Copy, View
 from stages.rollout.signature import model_signature
-from stages.rollout.source_sums import SourceSums
+from stages.rollout.source_sums import Source, SourceSums
 from stages.rollout.staging import SegmentLayout, Staging
 from stages.rundir import RunDir
 from stages.weights import spares
@@ -93,12 +90,21 @@ class Exchange:
         signature = model_signature(self.folder, self._options.dtype, ())
         return Staging(self.run.run_id, SegmentLayout.of(signature), for_cuda=False)
 
+    @cached_property
+    def sources(self) -> list[Source]:
+        """Of one copy into the engine for each tensor, as a worker makes them once, at its start."""
+        found = []
+        for name, tensor in self.staging.tensors.items():
+            view = View(tuple(tensor.shape), tensor.stride(), 0)
+            found.append(Source.of(Copy(name, view, name, view), tensor, word_of(tensor, tensor)))
+        return found
+
     def prepare(self, *, sums: bool = True) -> None:
         """As `EngineWeights.stage` on the worker that reads: lock, manifest, bytes, digests and, with `sums`, those of the
-        copies into the engine, here one for each tensor."""
+        copies into the engine."""
         staged = self.staging.tensors
         manifest = load_manifest(self.run, self.version)
-        collected = _sums(staged, manifest) if sums else None
+        collected = self._sums(manifest) if sums else None
 
         def fill() -> None:
             threads = self._options.io_threads
@@ -118,11 +124,6 @@ class Exchange:
             collected.complete(was_added=True)
         self.staging.release()
 
-
-def _sums(staged: Mapping[str, torch.Tensor], manifest: Manifest) -> SourceSums:
-    """Of one copy for each tensor."""
-    views = {name: View(tuple(tensor.shape), tensor.stride(), 0) for name, tensor in staged.items()}
-    copies = [Copy(name, view, name, view) for name, view in views.items()]
-    words = [word_of(tensor, tensor) for tensor in staged.values()]
-    factors = column_factors(max(tensor.shape[-1] for tensor in staged.values()))
-    return SourceSums(copies, staged, words, factors, {}, manifest.tensors)
+    def _sums(self, manifest: Manifest) -> SourceSums:
+        factors = column_factors(max(source.view.shape[-1] for source in self.sources))
+        return SourceSums(self.sources, factors, {}, manifest.tensors)

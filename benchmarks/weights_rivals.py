@@ -11,7 +11,8 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 PIECE_BYTES = 1 << 20
 """One read and one write of a copy: it stays in a core's cache between the two (cp takes 256 KiB)."""
@@ -104,7 +105,7 @@ def _flush(path: Path) -> None:
 
 def save_distributed(tensors: Mapping[str, torch.Tensor], target: Path, threads: int, *, durable: bool) -> None:
     """torch.distributed.checkpoint of one rank, with as many writing threads as everybody else."""
-    writer = dcp.FileSystemWriter(target, thread_count=threads, single_file_per_rank=False, sync_files=durable)
+    writer = FileSystemWriter(target, thread_count=threads, single_file_per_rank=False, sync_files=durable)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # said although no_dist asks for just that
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+        save(dict(tensors), storage_writer=writer, no_dist=True)

@@ -77,7 +77,8 @@ class Instance:
 
     def stop(self) -> None:
         self.stop_load()
-        self._agent = _ended(self._agent)
+        _end(self._agent)
+        self._agent = None
 
     # ---- the load ------------------------------------------------------------------------------------------------
 
@@ -99,7 +100,8 @@ class Instance:
         return Counts(**(read_json(self._counts) or {}))
 
     def stop_load(self) -> None:
-        self._load = _ended(self._load)
+        _end(self._load)
+        self._load = None
         self._counts.unlink(missing_ok=True)
 
     def _check_load(self) -> None:
@@ -145,7 +147,7 @@ class Instance:
         return "\n".join(f"---- end of {path} ----\n{_tail(path)}" for path in logs)
 
 
-def _ended(process: subprocess.Popen[bytes] | None) -> None:
+def _end(process: subprocess.Popen[bytes] | None) -> None:
     """TERM, patience, KILL; then the process is gone."""
     if process is None or process.poll() is not None:
         return
