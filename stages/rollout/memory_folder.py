@@ -91,6 +91,8 @@ def _place(run_id: str) -> Path:
 
 
 def _remove_unused(folder: Path) -> None:
+    if not is_own(folder):
+        return  # somebody else could put another one in its place while it is emptied
     with _locked_alone(folder / _USERS) as is_unused:
         if is_unused:
             # The lock goes last: a folder without it, left by somebody who was killed over this, would be nobody's for ever.

@@ -9,12 +9,13 @@ published. They wait for the lock of that memory meanwhile, and judge: where the
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stages.rollout.errors import RolloutError
+from stages.rollout.errors import ReloadRefusedError, RolloutError
 from stages.rollout.published_sums import has_sums
 from stages.rollout.signature import model_signature
 from stages.rollout.staged_delta import name_of
@@ -27,6 +28,9 @@ from stages.weights.versions import read_version
 from traces.recorder import Recorder
 
 _LOOK_S = 0.05
+_BEGIN_S = 1.0
+"""A reading that has not begun by then hangs, in a file of a server that does not answer for example: the workers are not kept from
+their own, which has a deadline."""
 _ANSWER_S = 60.0
 """More than an order may take beyond its deadline."""
 _RELEASE_S = 0.1
@@ -60,6 +64,7 @@ class NodeReader:
         self._recorder = recorder
         self._weights_dtype = weights_dtype
         self._turn = threading.Lock()
+        self._layout: tuple[Path, SegmentLayout] | None = None
         self._joined: tuple[SegmentLayout, Segment] | None = None
         self.start_folder: Path | None = None
 
@@ -78,7 +83,8 @@ class NodeReader:
         thread = threading.Thread(target=self._read, args=(mine,), name="node-reader", daemon=True)
         thread.start()
         try:
-            while not mine.begun.wait(_LOOK_S):
+            end_s = time.monotonic() + _BEGIN_S
+            while not mine.begun.wait(_LOOK_S) and time.monotonic() < end_s:
                 pause(0.0)
             yield
         finally:
@@ -86,12 +92,14 @@ class NodeReader:
             thread.join(_RELEASE_S)
 
     def close(self) -> None:
-        """Leave the node's memory, so that the last one can remove it. A reading that does not end keeps it for the next sweep."""
+        """Leave the node's memory, so that the last one can remove it; also a reading that does not end does not keep it."""
         if self._turn.acquire(timeout=_LAST_PIECE_S):
             try:
                 self._leave()
             finally:
                 self._turn.release()
+        elif self._joined is not None:
+            self._joined[1].leave()
 
     def _leave(self) -> None:
         if self._joined is not None:
@@ -105,7 +113,7 @@ class NodeReader:
                 self._stage(mine, manifest)
         except DroppedError:
             pass  # by the body, which says why
-        except (WeightsError, RolloutError, OutsideRunError, OSError) as problem:
+        except (WeightsError, RolloutError, ReloadRefusedError, OutsideRunError, OSError) as problem:
             print(f"version {mine.version} was not read ahead of the engine: {problem}", flush=True)
         finally:
             mine.begun.set()
@@ -132,7 +140,11 @@ class NodeReader:
         """What the engine made. Raises NoSharedMemoryError."""
         if self.start_folder is None:
             raise NoSharedMemoryError("no engine was started")
-        layout = SegmentLayout.of(model_signature(self.start_folder, self._weights_dtype, ()))
+        if self._layout is None or self._layout[0] != self.start_folder:
+            # Once: the folder may be gone when the next version comes.
+            signature = model_signature(self.start_folder, self._weights_dtype, ())
+            self._layout = self.start_folder, SegmentLayout.of(signature)
+        layout = self._layout[1]
         if self._joined is None or self._joined[0] != layout:
             self._leave()
             self._joined = layout, Segment(self._run.run_id, layout, makes=False)

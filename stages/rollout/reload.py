@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,11 +23,11 @@ from stages.rollout.errors import (
 from stages.rollout.gate import Gate
 from stages.rollout.orders import Order
 from stages.rollout.settings import ServerSettings
-from stages.rollout.signature import model_signature
+from stages.rollout.signature import StartModel
 from stages.rollout.versions import VersionTimeline
 from stages.rundir import OutsideRunError, RunDir
 from stages.weights.errors import NotInFullError, WeightsError
-from stages.weights.manifest import Manifest, check_signature, model_config_digest
+from stages.weights.manifest import Manifest, check_signature
 from stages.weights.proof import allowed_difference_nats
 from stages.weights.reader import load_manifest, verify
 from traces.recorder import Recorder
@@ -209,16 +209,20 @@ class Reloads:
 
     def _fitting_manifest(self, order: Order) -> Manifest:
         """The manifest of the ordered version, if it describes the model that the engine was started with."""
-        start = Path(self._settings.start_folder)
+        start = self._start_model
         try:
             manifest = load_manifest(self._run, order.version, order.digest)
-            config = json.loads((start / "config.json").read_text(encoding="utf-8"))
-            if manifest.model_config_digest != model_config_digest(config):
-                raise UnfitWeightsError(f"version {order.version} has another config.json than {start}")
-            check_signature(manifest, model_signature(start, self._settings.weights_dtype, manifest.tensors))
+            if manifest.model_config_digest != start.config_digest:
+                folder = self._settings.start_folder
+                raise UnfitWeightsError(f"version {order.version} has another config.json than {folder}")
+            check_signature(manifest, start.signature(self._settings.weights_dtype, manifest.tensors))
         except WeightsError as error:
             raise UnfitWeightsError(str(error), tensor=getattr(error, "tensor", "")) from error
         return manifest
+
+    @cached_property
+    def _start_model(self) -> StartModel:
+        return StartModel.of(Path(self._settings.start_folder))
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stages.files import list_names
 from stages.rollout.errors import UnfitWeightsError
+from stages.weights.manifest import model_config_digest
 
 Signature = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -19,23 +21,47 @@ _NOT_WEIGHTS = ".rotary_emb.inv_freq"  # a constant that old checkpoints carry a
 _MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
 
 
+@dataclass(frozen=True)
+class StartModel:
+    """What says of the HF folder that an engine was started with whether a version fits: read once, because the folder may be
+    collected, or cleaned up by its owner, while the engine serves."""
+
+    shapes: dict[str, tuple[int, ...]]
+    is_tied: bool
+    config_digest: str
+
+    @classmethod
+    def of(cls, folder: Path) -> StartModel:
+        """Raises UnfitWeightsError when the folder has no safetensors files, or damaged ones, OSError."""
+        config = _config(folder)
+        shapes = {name: shape for name, shape in _shapes(folder).items() if not name.endswith(_NOT_WEIGHTS)}
+        return cls(shapes, bool(config.get("tie_word_embeddings", False)), model_config_digest(config))
+
+    def signature(self, weights_dtype: str, published: Collection[str]) -> Signature:
+        """With `weights_dtype` (weights.dtype) as the format that versions are published in.
+
+        With tied embeddings the head may be `published` or not, whatever the folder does.
+        """
+        shapes = dict(self.shapes)
+        if self.is_tied and _EMBEDDING in shapes:
+            shapes.pop(_HEAD, None)
+            if _HEAD in published:
+                shapes[_HEAD] = shapes[_EMBEDDING]
+        return {name: (_SAFETENSORS_NAMES[weights_dtype], shape) for name, shape in shapes.items()}
+
+
 def model_signature(folder: Path, weights_dtype: str, published: Collection[str]) -> Signature:
-    """Of the HF model in `folder`, with `weights_dtype` (weights.dtype) as the format that versions are published in.
-
-    With tied embeddings the head may be `published` or not, whatever `folder` does. Raises UnfitWeightsError when the
-    folder has no safetensors files.
-    """
-    dtype = _SAFETENSORS_NAMES[weights_dtype]
-    shapes = {name: shape for name, shape in _shapes(folder).items() if not name.endswith(_NOT_WEIGHTS)}
-    if _is_tied(folder) and _EMBEDDING in shapes:
-        shapes.pop(_HEAD, None)
-        if _HEAD in published:
-            shapes[_HEAD] = shapes[_EMBEDDING]
-    return {name: (dtype, shape) for name, shape in shapes.items()}
+    """`StartModel.signature` of the HF model in `folder`; raises what `StartModel.of` raises."""
+    return StartModel.of(folder).signature(weights_dtype, published)
 
 
-def _is_tied(folder: Path) -> bool:
-    return bool(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings", False))
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise UnfitWeightsError(f"{path} is damaged: {problem}") from problem
+    return config
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -52,8 +78,11 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def _header(path: Path) -> dict[str, Any]:
     """The JSON header of a safetensors file: 8 bytes of little-endian length, then the header."""
     with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > _MAX_HEADER_BYTES:
-            raise UnfitWeightsError(f"{path} is not a safetensors file: its header would have {length} bytes")
-        header: dict[str, Any] = json.loads(file.read(length))
+        try:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _MAX_HEADER_BYTES:
+                raise UnfitWeightsError(f"{path} is not a safetensors file: its header would have {length} bytes")
+            header: dict[str, Any] = json.loads(file.read(length))
+        except (struct.error, ValueError) as problem:
+            raise UnfitWeightsError(f"{path} is not a safetensors file: {problem}") from problem
     return header

@@ -146,7 +146,8 @@ class Segment:
         with ExitStack() as undo:
             try:
                 joined = joined_memory_folder(run_id)
-                undo.callback(os.close, joined.users_fd)
+                self._membership = undo.enter_context(ExitStack())
+                self._membership.callback(os.close, joined.users_fd)
                 name = f"weights-{layout.digest[:16]}"
                 self._lock = self._open(joined.path / f"{name}.lock")
                 undo.callback(os.close, self._lock)
@@ -154,6 +155,10 @@ class Segment:
             except (OSError, ForeignFolderError) as problem:
                 raise NoSharedMemoryError(f"memory of the node cannot be shared: {problem}") from problem
             self._held = undo.pop_all()
+
+    def leave(self) -> None:
+        """Be no member of the folder any more, so that the last one can remove the files, though this process is still at work in them."""
+        self._membership.close()
 
     def close(self) -> None:
         """Leave the folder; `memory` stays mapped for as long as somebody has it."""
@@ -225,7 +230,8 @@ class Segment:
         fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def name(self) -> str:
-        return os.pread(self._lock, 256, 0).decode()
+        """Whatever stands there: what is no name of a version is replaced as one is."""
+        return os.pread(self._lock, 256, 0).decode(errors="replace")
 
     def write_name(self, name: str) -> None:
         """Who is killed in between leaves none."""

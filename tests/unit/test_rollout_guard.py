@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,16 @@ def test_the_first_version_may_be_the_one_started_from_and_later_ones_must_be_ne
             response = await guarded.give("prepare", guarded.order(old))
             assert (response.status_code, response.json()["kind"]) == (409, "version_not_newer")
         assert guarded.reloads.state()["version"] == 3
+
+    in_loop(body)
+
+
+def test_of_the_folder_that_the_engine_was_started_from_nothing_is_needed_later(run: RunDir, v0: Manifest) -> None:
+    async def body() -> None:
+        guarded = guard(run)
+        assert (await guarded.refresh(v0)).status_code == 200
+        shutil.rmtree(run.weights_version(0))
+        assert (await guarded.refresh(publish_full(run, 3))).status_code == 200
 
     in_loop(body)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,101 +15,27 @@ import torch
 
 from conf.sections import WeightsConfig
 from stages.rollout import memory_folder, node_reader
-from stages.rollout.engine_weights import EngineWeights, StagedVersion
+from stages.rollout.engine_weights import StagedVersion
 from stages.rollout.memory_folder import leave_memory_folder
-from stages.rollout.node_reader import NodeReader
 from stages.rundir import RunDir
 from stages.weights.errors import DigestMismatchError
 from stages.weights.manifest import Manifest
 from stages.weights.publish import Publisher
 from stages.weights.tensors import LocalTensor
 from stages.weights.versions import read_version
-from tests.engine_kit import (
-    NORM,
-    EngineModel,
-    checkpoint,
-    engine,
-    loaded,
-    part_sums_on_the_host,
-    publish_version,
-    run,
-    stage,
-    start_folder,
-)
+from tests.engine_kit import NORM, checkpoint, publish_version, run, stage
+from tests.node_reader_kit import LIMIT_S, Held, agent, an_engine, beside, held, reading, start, sums
 from tests.weights_kit import PROBE, make_source
-from traces.recorder import Recorder
 
-__all__ = ["run"]
-
-LIMIT_S = 10.0
+__all__ = ["beside", "held", "run", "start", "sums"]
 
 
-class GivenUpError(Exception):
-    pass
+def _cut_the_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"cut")
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Path:
-    return start_folder(tmp_path / "start", checkpoint(0))
-
-
-@pytest.fixture
-def sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    part_sums_on_the_host(monkeypatch)
-
-
-@pytest.fixture
-def beside() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as pool:
-        yield pool
-
-
-def agent(run: RunDir, start: Path) -> NodeReader:
-    reader = NodeReader(run, "float32", Recorder(run.traces, "rollout", 0, 1, "rollout_000", enabled=False))
-    reader.start_folder = start
-    return reader
-
-
-def reading(
-    reader: NodeReader, manifest: Manifest, pause: Callable[[float], None] = lambda _: None, deadline_s: float = LIMIT_S
-) -> AbstractContextManager[None]:
-    return reader.reading(manifest.version, manifest.digest, deadline_s=deadline_s, pause=pause)
-
-
-def an_engine(run: RunDir, start: Path, rank: int = 0, size: int = 1) -> tuple[EngineModel, EngineWeights]:
-    model = loaded(EngineModel(rank, size), checkpoint(0))
-    return model, engine(run, model, start)
-
-
-class Held:
-    """Readings of the agent that wait, each before its first piece, until they may go on."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.began, self.may_go_on = threading.Event(), threading.Event()
-
-        def slow(run: RunDir, manifest: Manifest, **how: Any) -> Any:
-            self.began.set()
-            assert self.may_go_on.wait(LIMIT_S)
-            return read_version(run, manifest, **how)
-
-        monkeypatch.setattr(node_reader, "read_version", slow)
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Held:
-    return Held(monkeypatch)
-
-
-def give_up_a_reading(reader: NodeReader, manifest: Manifest, held: Held) -> None:
-    """It goes on, between two pieces, until it may see that nobody wants it."""
-
-    def ordered() -> None:
-        with reading(reader, manifest):
-            assert held.began.wait(LIMIT_S)
-            raise GivenUpError
-
-    with pytest.raises(GivenUpError):
-        ordered()
+def _cut_the_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -266,91 +192,33 @@ def test_a_version_of_another_model_is_left_to_the_engine_to_refuse(
     assert NORM in capsys.readouterr().out
 
 
-# ---- ends -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("damage", [shutil.rmtree, _cut_the_weights, _cut_the_config])
+def test_of_the_folder_that_an_engine_was_started_from_nothing_is_needed_later(
+    run: RunDir, start: Path, sums: None, damage: Callable[[Path], None]
+) -> None:
+    manifests, reader = [publish_version(run, version) for version in (1, 2)], agent(run, start)
+    _, weights = an_engine(run, start)
+
+    for manifest in manifests:
+        with reading(reader, manifest):
+            staged = stage(weights, run, manifest)
+        assert (weights.swap(staged)["fault"], staged.read_here) == ("", False)
+        weights.staging.release()
+        if start.exists():
+            damage(start)
 
 
-def test_a_reading_that_nobody_wants_any_more_is_given_up_and_frees_the_memory(
-    run: RunDir, start: Path, sums: None, held: Held
+@pytest.mark.parametrize("damage", [shutil.rmtree, _cut_the_weights, _cut_the_config])
+def test_where_that_folder_is_damaged_before_the_first_version_the_engine_reads(
+    run: RunDir, start: Path, sums: None, capfd: pytest.CaptureFixture[str], damage: Callable[[Path], None]
 ) -> None:
     manifest, reader = publish_version(run, 1), agent(run, start)
     _, weights = an_engine(run, start)
-
-    give_up_a_reading(reader, manifest, held)
-    held.may_go_on.set()
-
-    assert stage(weights, run, manifest).read_here
-
-
-def test_while_a_reading_that_was_given_up_is_still_in_a_slow_read_the_next_one_is_left_to_the_engine(
-    run: RunDir, start: Path, sums: None, held: Held
-) -> None:
-    manifest, reader = publish_version(run, 1), agent(run, start)
-    _, weights = an_engine(run, start)
-    give_up_a_reading(reader, manifest, held)
+    damage(start)
 
     with reading(reader, manifest):
-        held.may_go_on.set()
         assert stage(weights, run, manifest).read_here
 
-
-def test_a_stop_is_noticed_before_the_reading_has_begun(
-    run: RunDir, start: Path, sums: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest, reader, may_go_on = publish_version(run, 1), agent(run, start), threading.Event()
-
-    def slow(*_: Any) -> Manifest:
-        assert may_go_on.wait(LIMIT_S)
-        return manifest
-
-    def pause(_: float) -> None:
-        raise GivenUpError
-
-    monkeypatch.setattr(node_reader, "load_manifest", slow)
-
-    with pytest.raises(GivenUpError), reading(reader, manifest, pause):
-        pass
-    may_go_on.set()
-
-
-def test_another_version_that_an_engine_still_needs_is_waited_for_with_a_deadline(
-    run: RunDir, start: Path, sums: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second, reader = publish_version(run, 1), publish_version(run, 2), agent(run, start)
-    _, slow = an_engine(run, start)
-    stage(slow, run, first)
-
-    with reading(reader, second, deadline_s=0.05):
-        reader._turn.acquire(timeout=LIMIT_S)  # until it has given up
-        reader._turn.release()
-
-    assert "an instance that holds another version" in capsys.readouterr().out
-
-
-def test_the_last_one_to_leave_removes_the_memory(run: RunDir, start: Path, sums: None) -> None:
-    manifest, reader = publish_version(run, 1), agent(run, start)
-    _, weights = an_engine(run, start)
-    with reading(reader, manifest):
-        stage(weights, run, manifest)
-    assert weights.staging._segment is not None
-    weights.staging._segment.close()
-
-    leave_memory_folder(run.run_id)
-    assert os.listdir(memory_folder._SHARED_MEMORY)  # the agent is there
-    reader.close()
-    leave_memory_folder(run.run_id)
-
-    assert os.listdir(memory_folder._SHARED_MEMORY) == []
-
-
-def test_a_reader_that_never_comes_back_does_not_keep_its_agent(
-    run: RunDir, start: Path, sums: None, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_reader, "_LAST_PIECE_S", 0.05)
-    manifest, reader = publish_version(run, 1), agent(run, start)
-    an_engine(run, start)
-    give_up_a_reading(reader, manifest, held)
-
-    reader.close()
-
-    assert reader._joined is not None  # its descriptors are not closed under it
-    held.may_go_on.set()
+    out, errors = capfd.readouterr()
+    assert "version 1 was not read ahead of the engine" in out
+    assert "Traceback" not in errors

@@ -320,3 +320,26 @@ def test_killed_runs_leave_locks_that_the_kernel_frees(shm: Path) -> None:
         return None if any(shm.iterdir()) else True
 
     wait_for(is_gone, deadline_s=5, awaited="the kernel's release of the lock", from_whom="a killed process")
+
+
+def test_a_folder_that_is_open_to_others_is_nobody_s_to_empty(shm: Path) -> None:
+    os.close(joined_memory_folder("ours").users_fd)
+    (folder,) = shm.iterdir()
+    folder.chmod(0o777)
+
+    sweep_memory_folders()
+    leave_memory_folder("ours")
+
+    assert [path.name for path in folder.iterdir()] == ["users.lock"]
+
+
+@pytest.mark.parametrize("name", [b"\xff\xfe", b"\0" * 40, b"version 1 on its way", b"x" * 400])
+def test_bytes_with_a_damaged_name_are_read_anew(shm: Path, name: bytes) -> None:
+    one = opened()
+    hold(one, "version 1", 1.0)
+    one.release()
+    (lock,) = shm.glob("*/weights-*.lock")
+    lock.write_bytes(name)
+
+    assert hold(one, "version 1", 2.0)
+    assert lock.read_text() == "version 1"
