@@ -97,14 +97,17 @@ def _replace_at_once(temporary: Path, path: Path) -> None:
     discard of its blocks. Beside 3 GB that were written back that took 0.03 to 0.3 s (ext4, kernel 6.18).
     """
     try:
-        old = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        old = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         os.replace(temporary, path)
         return
     try:
         os.replace(temporary, path)
     finally:
-        threading.Thread(target=os.close, args=(old,), name="old record", daemon=True).start()
+        try:
+            threading.Thread(target=os.close, args=(old,), name="old record", daemon=True).start()
+        except RuntimeError:  # no thread is to be had: a limit of processes is reached, or this one is about to end
+            os.close(old)
 
 
 def is_own_temporary(name: str) -> bool:

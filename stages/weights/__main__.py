@@ -16,7 +16,7 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from conf.load import WrongConfigFileError, load
@@ -26,12 +26,12 @@ from launch.truth import OVER, Truth, tell_one
 from stages.files import DamagedRecordError
 from stages.rundir import FencedError, RunDir, RunDirectoryError
 from stages.weights.difference import describe_difference
-from stages.weights.errors import WeightsError
+from stages.weights.errors import VersionNotPublishedError, WeightsError
 from stages.weights.export import export
 from stages.weights.hf_tensors import HfFolderError
 from stages.weights.push import WRITER, PushRefusedError, push
 from stages.weights.reader import load_manifest
-from stages.weights.report import inspect_lines, newest_version
+from stages.weights.report import inspect_lines, newest_version, published_numbers
 from stages.weights.versions import faults
 
 _RENEWED = ("weights/LATEST.json ", "weights/v", "instances/", "control/")
@@ -46,13 +46,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     commands = {"inspect": _inspect, "verify": _verify, "diff": _diff, "export": _export, "push": _push}
     try:
-        return commands[options.command](_open(options.run), options)
+        return _carried_out(commands[options.command], options)
     except (NotARunError, RunDirectoryError, PushRefusedError, HfFolderError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     except (WeightsError, DamagedRecordError, FencedError, OSError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
+
+
+def _carried_out(command: Callable[[RunDir, argparse.Namespace], int], options: argparse.Namespace) -> int:
+    run = _open(options.run)
+    try:
+        return command(run, options)
+    except VersionNotPublishedError as problem:
+        there = f"published are {published_numbers(run)}; older ones are collected (weights.keep_versions)"
+        raise WeightsError(f"{problem}; {there}") from problem
 
 
 def _parser() -> argparse.ArgumentParser:

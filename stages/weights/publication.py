@@ -272,7 +272,7 @@ class Publication:
 
         Returns the same manifest on every rank, however often it is called. Raises PublishError on all ranks when any of
         them fails (NoSpaceError when the filesystem is full); then nothing of the version is visible and its temporary
-        folder is gone.
+        folder is gone. If LATEST.json alone could not be written, it has its name, and nobody is told of it.
         """
         with self._lock:
             if not self._is_over:

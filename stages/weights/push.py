@@ -155,6 +155,8 @@ def _same_config(folder: Path, source: Path) -> dict[str, Any]:
     """config.json of `folder` as transformers reads it, when it is that of `source` but for what has no effect."""
     if not folder.is_dir():
         raise PushRefusedError(f"{folder} is not a folder; wanted a HF model folder")
+    if not (folder / CONFIG_FILE).is_file():
+        raise PushRefusedError(f"{folder} has no {CONFIG_FILE}; wanted a HF model folder")
     found, wanted = _normalised(folder), _normalised(source)
     names = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
     different = [name for name in names if name not in _WITHOUT_EFFECT]

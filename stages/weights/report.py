@@ -35,18 +35,20 @@ def newest_version(run: RunDir) -> int | None:
     try:
         latest = run.read(run.latest_json, any_attempt=True)
     except DAMAGE as problem:
-        raise WeightsError(f"{problem}; published are {_numbers(run)}") from problem
+        raise WeightsError(f"{problem}; published are {published_numbers(run)}") from problem
     if latest is None:
         if run.published_versions():
-            raise WeightsError(f"{run.latest_json} is missing or of another run; published are {_numbers(run)}")
+            raise WeightsError(
+                f"{run.latest_json} is missing or of another run; published are {published_numbers(run)}"
+            )
         return None
     version = latest.get("version")
     if type(version) is not int:
-        raise WeightsError(f"{run.latest_json} names version {version!r}; published are {_numbers(run)}")
+        raise WeightsError(f"{run.latest_json} names version {version!r}; published are {published_numbers(run)}")
     return version
 
 
-def _numbers(run: RunDir) -> str:
+def published_numbers(run: RunDir) -> str:
     return ", ".join(map(str, sorted(run.published_versions()))) or "no versions"
 
 

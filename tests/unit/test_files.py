@@ -124,6 +124,38 @@ def test_without_flush_the_end_of_the_old_file_is_left_to_a_thread(
     assert closers != [threading.get_ident()]
 
 
+def test_without_flush_a_record_is_replaced_where_no_thread_is_to_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    path = tmp_path / "record"
+    write_bytes_atomic(path, b"old", flush=False)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    before = len(os.listdir("/proc/self/fd"))
+
+    write_bytes_atomic(path, b"new", flush=False)
+
+    assert path.read_bytes() == b"new"
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("flush", [True, False])
+@pytest.mark.parametrize("target", ["nowhere", "record", "elsewhere", "fifo"])
+def test_a_link_in_the_place_of_a_record_is_replaced_and_not_followed(tmp_path: Path, target: str, flush: bool) -> None:
+    (tmp_path / "elsewhere").write_bytes(b"theirs")
+    os.mkfifo(tmp_path / "fifo")
+    path = tmp_path / "record"
+    path.symlink_to(target)
+
+    write_bytes_atomic(path, b"ours", flush=flush)
+
+    assert not path.is_symlink()
+    assert path.read_bytes() == b"ours"
+    assert (tmp_path / "elsewhere").read_bytes() == b"theirs"
+
+
 def test_a_failed_replacement_without_flush_leaves_the_old_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

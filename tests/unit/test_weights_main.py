@@ -128,6 +128,23 @@ def test_a_version_that_does_not_exist_is_an_error(
     assert "error: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["verify", "2"], ["diff", "2", "4"], ["diff", "4", "2"], ["export", "2"]])
+def test_who_asks_for_a_version_that_was_collected_hears_which_there_are(
+    run: RunDir, tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for version in (3, 4):
+        publish_full(run, version)
+    command, *rest = arguments
+    more = [str(tmp_path / "export")] if command == "export" else []
+
+    assert main([command, str(run.root), *rest, *more]) == 1
+
+    said = capsys.readouterr().err
+    assert "version 2 is not published" in said
+    assert "published are 3, 4" in said
+    assert "weights.keep_versions" in said
+
+
 def test_a_directory_without_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path)]) == 2
 
