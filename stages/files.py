@@ -83,6 +83,10 @@ def write_bytes_atomic(path: Path, data: bytes, *, flush: bool = True) -> None:
             os.replace(temporary, path)
         else:
             _replace_at_once(temporary, path)
+    except OSError as problem:
+        temporary.unlink(missing_ok=True)
+        problem.filename = problem.filename or str(path)  # what asks about a descriptor names no file
+        raise
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

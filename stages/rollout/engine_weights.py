@@ -238,6 +238,8 @@ class EngineWeights:
     def _report(
         self, version: StagedVersion, started_s: float, method: str, fault: str = "", tensor: str = ""
     ) -> dict[str, Any]:
+        if fault:
+            self.staging.forget()  # where the bytes were damaged after they were verified, that must not end every instance of the node
         return {
             "method": method,
             "why_reload": self.why_reload,

@@ -10,7 +10,7 @@ from typing import Any
 
 from stages.rollout.engine_weights import EngineWeights, StagedVersion
 from stages.rollout.staging import DroppedError
-from stages.rundir import RunDir
+from stages.rundir import OutsideRunError, RunDir
 from stages.weights.errors import WeightsError
 from stages.weights.parallel import quick_handover
 from stages.weights.reader import load_manifest
@@ -86,7 +86,7 @@ class Preparations:
                 manifest = load_manifest(mine.run, mine.version, mine.digest)
                 mine.staged = self._weights.stage(mine.run, manifest, deadline_s=mine.keep_s, check=mine.check)
                 self._keep(mine)
-            except (WeightsError, OSError) as error:
+            except (WeightsError, OutsideRunError, OSError) as error:
                 mine.error, mine.tensor = str(error), getattr(error, "tensor", "")
             except DroppedError:
                 mine.error = "another order came, or none in time"

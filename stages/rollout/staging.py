@@ -128,6 +128,10 @@ class Staging:
     def write_name(self, name: str) -> None:
         self._private_name = name
 
+    def forget(self) -> None:
+        """The bytes that are held are not what their name says: whoever comes next reads them anew."""
+        (self._segment or self).write_name("")
+
     def release(self) -> None:
         """Let other processes replace the content. Harmless when nothing is held."""
         if self._segment is not None:

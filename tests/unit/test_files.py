@@ -142,6 +142,20 @@ def test_without_flush_a_record_is_replaced_where_no_thread_is_to_be_had(
 
 
 @pytest.mark.parametrize("flush", [True, False])
+def test_a_full_disk_is_reported_with_the_record_s_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flush: bool
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+    with pytest.raises(OSError, match=r"no space.*record\.json"):
+        write_json_atomic(tmp_path / "record.json", {"a": 1}, flush=flush)
+
+
+@pytest.mark.parametrize("flush", [True, False])
 @pytest.mark.parametrize("target", ["nowhere", "record", "elsewhere", "fifo"])
 def test_a_link_in_the_place_of_a_record_is_replaced_and_not_followed(tmp_path: Path, target: str, flush: bool) -> None:
     (tmp_path / "elsewhere").write_bytes(b"theirs")

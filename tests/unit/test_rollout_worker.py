@@ -20,7 +20,18 @@ from stages.rollout.signature import model_signature
 from stages.rollout.worker import WeightWorker
 from stages.rundir import RunDir
 from stages.weights.manifest import Manifest
-from tests.engine_kit import DOWN, NORM, EngineModel, Runner, checkpoint, loaded, publish_version, run, start_folder
+from tests.engine_kit import (
+    DOWN,
+    NORM,
+    EngineModel,
+    Runner,
+    checkpoint,
+    loaded,
+    part_sums_on_the_host,
+    publish_version,
+    run,
+    start_folder,
+)
 
 __all__ = ["run"]
 
@@ -86,6 +97,17 @@ def test_a_flipped_byte_is_reported_with_its_tensor_and_cannot_be_swapped_in(
     assert torch.equal(model.norm, checkpoint(0)[NORM])
 
 
+def test_a_file_that_leads_out_of_the_run_is_reported_and_not_read(
+    run: RunDir, worker: WeightWorker, tmp_path: Path
+) -> None:
+    manifest = publish_version(run, 1)
+    file = run.weights_version(1) / manifest.tensors[DOWN].file
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+
+    assert prepare(worker, run, manifest)["error"].startswith(f"{file} lies outside the run directory")
+
+
 def test_another_version_than_the_prepared_one_cannot_be_swapped_in(run: RunDir, worker: WeightWorker) -> None:
     manifest = publish_version(run, 1)
     prepare(worker, run, manifest)
@@ -132,6 +154,23 @@ def test_an_instance_that_waits_for_another_in_vain_says_so(run: RunDir, worker:
     prepare(other, run, publish_version(run, 1))
 
     assert "an instance that holds another version" in prepare(worker, run, publish_version(run, 2), 0.05)["error"]
+
+
+@pytest.mark.parametrize("what", ["libra_swap", "libra_check"])
+def test_staged_bytes_that_were_damaged_are_read_anew_by_the_next_instance(
+    run: RunDir, worker: WeightWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    part_sums_on_the_host(monkeypatch)
+    other = started(run, loaded(EngineModel(), checkpoint(0)), tmp_path)
+    manifest = publish_version(run, 1)
+    prepare(other, run, manifest)
+    other.libra_weights.staging.tensors[DOWN].view(torch.int32)[0, 0] ^= 1
+
+    assert DOWN in getattr(other, what)(1, manifest.digest)["fault"]
+
+    prepare(worker, run, manifest)
+    report = worker.libra_swap(1, manifest.digest)
+    assert (report["fault"], report["read_here"]) == ("", True)
 
 
 # ---- signature -------------------------------------------------------------------------------------------------------
