@@ -146,7 +146,10 @@ class Folder:
         latest = self.record(self.run.latest_json, any_attempt=True)
         if "metrics.jsonl" in names and latest is None and not self._is_noted("weights/"):
             self._note("weights/LATEST.json (missing)")
-        named = [self.root / str(latest["path"])] if latest else []
+        if latest is not None and not isinstance(latest.get("version"), int):
+            self._note("weights/LATEST.json (damaged)")
+            latest = None
+        named = [self.run.weights_version(latest["version"])] if latest else []
         named += [self.run.weights / Path(summary["checkpoint"]).name] if summary.get("checkpoint") else []
         for version in dict.fromkeys(named):
             if "manifest.json" not in names_if_any(version) and not self._is_noted("weights/"):

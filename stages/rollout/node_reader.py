@@ -64,6 +64,7 @@ class NodeReader:
         self._recorder = recorder
         self._weights_dtype = weights_dtype
         self._turn = threading.Lock()
+        self._said = ""
         self._layout: tuple[Path, SegmentLayout] | None = None
         self._joined: tuple[SegmentLayout, Segment] | None = None
         self.start_folder: Path | None = None
@@ -114,7 +115,11 @@ class NodeReader:
         except DroppedError:
             pass  # by the body, which says why
         except (WeightsError, RolloutError, ReloadRefusedError, OutsideRunError, OSError) as problem:
-            print(f"version {mine.version} was not read ahead of the engine: {problem}", flush=True)
+            if (
+                str(problem) != self._said
+            ):  # the memory that an engine does not share, it does not share next time either
+                print(f"version {mine.version} was not read ahead of the engine: {problem}", flush=True)
+            self._said = str(problem)
         finally:
             mine.begun.set()
             self._turn.release()

@@ -157,7 +157,9 @@ class Segment:
                 undo.callback(os.close, self._lock)
                 self.memory = self._map(joined.path / name, layout.num_bytes)
             except (OSError, ForeignFolderError) as problem:
-                raise NoSharedMemoryError(f"memory of the node cannot be shared: {problem}") from problem
+                is_missing = isinstance(problem, FileNotFoundError) and not makes
+                why = "no engine of this model shares its own; the server's log says why" if is_missing else problem
+                raise NoSharedMemoryError(f"memory of the node cannot be shared: {why}") from problem
             self._held = undo.pop_all()
 
     def leave(self) -> None:

@@ -151,12 +151,15 @@ def test_a_delta_is_applied_by_the_engine(run: RunDir, start: Path, sums: None) 
 def test_an_engine_with_memory_of_its_own_reads_itself_and_nothing_is_made_for_it(
     run: RunDir, start: Path, sums: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    manifest, reader = publish_version(run, 1), agent(run, start)
+    manifests, reader = [publish_version(run, version) for version in (1, 2)], agent(run, start)
 
-    with reading(reader, manifest):
-        pass
+    for manifest in manifests:
+        with reading(reader, manifest), reader._turn:
+            pass  # it has given up
 
-    assert "was not read ahead of the engine" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.count("was not read ahead of the engine") == 1
+    assert "the server's log says why" in said
     reader.close()
     leave_memory_folder(run.run_id)
     assert os.listdir(memory_folder._SHARED_MEMORY) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from launch import list, logs, status
 from launch.people import command
-from stages.rundir import RunDir
+from stages.rundir import STAMPS, RunDir
 from stages.weights import __main__ as weights
 from tests.fake_slurm import short_looks, slurm_in_memory
 from tests.made_runs import another_attempt, finished, saved, says, serves
@@ -58,6 +59,18 @@ ENTRIES = sorted(
 )  # fmt: skip
 
 
+def asked_of(run: RunDir) -> dict[str, Callable[[], int]]:
+    at, root = str(run.root), str(run.root.parent)
+    return {
+        "status": lambda: status.main([at]),
+        "status --json": lambda: status.main([at, "--json"]),
+        "status --all": lambda: status.main(["--all", "--root", root]),
+        "list": lambda: list.main(["--root", root]),
+        "logs": lambda: logs.main([at]),
+        "weights inspect": lambda: weights.main(["inspect", at]),
+    }
+
+
 @pytest.mark.parametrize("replaced", [as_file, as_folder, as_dangling_link, as_loop])
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_people_are_told_of_an_entry_that_is_something_else(
@@ -68,17 +81,20 @@ def test_people_are_told_of_an_entry_that_is_something_else(
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     replaced(path)
 
-    at = str(run.root)
-    asked: dict[str, Callable[[], int]] = {
-        "status": lambda: status.main([at]),
-        "status --json": lambda: status.main([at, "--json"]),
-        "status --all": lambda: status.main(["--all", "--root", str(tmp_path)]),
-        "list": lambda: list.main(["--root", str(tmp_path)]),
-        "logs": lambda: logs.main([at]),
-        "weights inspect": lambda: weights.main(["inspect", at]),
-    }
-
-    codes = {name: command(said) for name, said in asked.items()}
+    codes = {name: command(said) for name, said in asked_of(run).items()}
 
     assert all(code in (0, 1, 2) for code in codes.values()), codes
     assert codes["list"] == 0 or entry == "run.json"
+
+
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.endswith(".json")])
+def test_people_are_told_of_a_record_that_lacks_what_it_should_say(
+    tmp_path: Path, entry: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = whole(tmp_path / "run")
+    record = json.loads((run.root / entry).read_text()) if (run.root / entry).exists() else {}
+    (run.root / entry).write_text(json.dumps({name: value for name, value in record.items() if name in STAMPS}))
+
+    codes = {name: command(said) for name, said in asked_of(run).items()}
+
+    assert all(code in (0, 1, 2) for code in codes.values()), codes
