@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -11,17 +14,28 @@ from stages.rollout.errors import ReplacedError
 from stages.rundir import FencedError, RunDir
 from stages.weights.instances import InstanceStatus, read_status, write_status
 
+_PATIENCE_S = 15.0
+"""Of a heartbeat that finds no room; the trainer takes an instance for dead after rollout.heartbeat_timeout_s, 60 s unless
+somebody says otherwise."""
+
 
 class Registration:
     """Writes `instances/<name>.json` when something changes and every `interval_s` seconds; every writing is a heartbeat.
 
     A context manager. The heartbeat goes on while the agent waits for its server, and stops when the agent dies. A
-    failure to write is kept and raised by `check`, in the agent's own loop. An agent that has been replaced although it
+    failure to write, but for a disk that is full for a moment, is kept and raised by `check`, in the agent's own loop. An agent that has been replaced although it
     lives (its node was cut off, say) finds the registration of a later incarnation and gives way.
     """
 
-    def __init__(self, run: RunDir, status: InstanceStatus, interval_s: float) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        status: InstanceStatus,
+        interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._run = run
+        self._clock = clock
         self._status = status
         self._interval_s = interval_s
         self._lock = threading.Lock()
@@ -53,12 +67,23 @@ class Registration:
             )
 
     def _beat(self) -> None:
+        failing_since_s: float | None = None
         while not self._ended.wait(self._interval_s):
             try:
                 self.update()
-            except (OSError, FencedError, ReplacedError) as failure:
+            except (FencedError, ReplacedError) as failure:
                 self._failure = failure
                 return
+            except OSError as failure:
+                now_s = self._clock()
+                if failing_since_s is None:
+                    failing_since_s = now_s
+                    print(f"heartbeat of {self._status.instance}: {failure}", flush=True)
+                if failure.errno not in (errno.ENOSPC, errno.EDQUOT) or now_s - failing_since_s >= _PATIENCE_S:
+                    self._failure = failure
+                    return
+            else:
+                failing_since_s = None
 
     def __enter__(self) -> Registration:
         self.update()

@@ -37,18 +37,19 @@ class Clock:
 
 
 class TimedEngine(FakeEngine):
-    """Its workers have read after `reading_s`."""
+    """Its workers have read after `reading_s`, or have failed with `error`."""
 
-    def __init__(self, clock: Clock, reading_s: float) -> None:
+    def __init__(self, clock: Clock, reading_s: float, error: str = "") -> None:
         super().__init__()
-        self._clock, self._reading_s = clock, reading_s
+        self._clock, self._reading_s, self._error = clock, reading_s, error
         self._done_s = 0.0
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         if method == "libra_prepare":
             self._done_s = self._clock() + self._reading_s
         if method == "libra_prepared":
-            return [{"done": self._clock() >= self._done_s, "error": "", "tensor": ""}]
+            done = self._clock() >= self._done_s
+            return [{"done": done, "error": self._error if done else "", "tensor": ""}]
         return await super().call(method, *arguments)
 
     async def submit(self, token_ids: tuple[int, ...], *, logprobs: bool) -> Awaitable[Answer]:
@@ -125,7 +126,16 @@ def test_workers_that_read_longer_than_the_order_allows_are_given_up(run: RunDir
     with pytest.raises(UnfitWeightsError, match="not read within 30 s"):
         in_loop(lambda: prepared(reloads, order))
 
-    assert sum(clock.pauses_s) == pytest.approx(30.0, abs=0.05)
+    assert sum(clock.pauses_s) == pytest.approx(30.5, abs=0.05)
+
+
+@pytest.mark.usefixtures("waits")
+def test_why_a_worker_waited_in_vain_is_said_although_it_has_the_same_deadline(run: RunDir, clock: Clock) -> None:
+    engine = TimedEngine(clock, 30.2, error="waited 30.0 s for the node's staged weights")
+    order = order_of(run, publish_full(run, 0))
+
+    with pytest.raises(UnfitWeightsError, match="staged weights"):
+        in_loop(lambda: prepared(reloads_of(run, clock, engine), order))
 
 
 @pytest.mark.parametrize(("reading_s", "left_s"), [(0.0, 0.25), (0.1, 0.15), (0.25, 0.0), (1.5, 0.0)])
