@@ -23,7 +23,7 @@ VLLM_NEEDED_BYTES = 4_000_000_000
 
 # No deadline per example: on a busy two-core machine it measures the neighbours.
 settings.register_profile("developer", deadline=None, max_examples=40)
-settings.register_profile("fast", deadline=None, max_examples=15)
+settings.register_profile("fast", deadline=None, max_examples=10)
 settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "developer")
 
