@@ -8,6 +8,8 @@ another order are not seen: digests of the files are there for that, and the reh
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from stages.weights.boxes import Box, word_columns
@@ -60,6 +62,7 @@ class VersionSums:
         self._is_cuda = device.type == "cuda"
         self._parts: dict[int, PartSums] = {}  # by stream: one must not use factors that another one is about to make
         self._totals: list[torch.Tensor] = []
+        self._lock = threading.Lock()
         self._values = torch.empty(0, dtype=torch.int64)
         self._arrived: torch.cuda.Event | None = None
 
@@ -68,13 +71,15 @@ class VersionSums:
         self._totals = []
 
     def begin(self, tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int | None:
-        """As `PartSums.of`, on the current stream; the number of the sum."""
+        """As `PartSums.of`, on the current stream; the number of the sum. Threads that begin sums at the same time need streams of
+        their own."""
         stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
         total = self._parts.setdefault(stream, PartSums()).of(tensor, box, shape)
         if total is None:
             return None
-        self._totals.append(total)
-        return len(self._totals) - 1
+        with self._lock:
+            self._totals.append(total)
+            return len(self._totals) - 1
 
     def bring(self) -> None:
         """Let the current stream, which waits for those that made sums, copy them to the host."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -301,3 +303,32 @@ def test_on_a_host_nobody_makes_sums(run: RunDir) -> None:
 
     parts = [part for manifest in manifests for entry in manifest.tensors.values() for part in entry.parts]
     assert {part.sum64 for part in parts} == {None}
+
+
+def test_threads_that_begin_sums_at_the_same_time_get_numbers_of_their_own() -> None:
+    """One orders conversions and their sums while another sums up what needs none."""
+
+    class Slow(list[torch.Tensor]):
+        def append(self, total: torch.Tensor) -> None:
+            super().append(total)
+            both_are_in.wait(0.2)  # unless the second may not come in
+
+    both_are_in, found = threading.Event(), VersionSums(torch.device("cpu"))
+    tensors = [torch.arange(4, dtype=torch.float64) + number for number in range(2)]
+    box = Box((0,), (4,))
+    found._totals = Slow()
+
+    def begin(number: int) -> int | None:
+        place = found.begin(tensors[number], box, (4,))
+        both_are_in.set()
+        return place
+
+    with ThreadPoolExecutor(2) as pool:
+        numbers = list(pool.map(begin, range(2)))
+    found.bring()
+
+    assert sorted(number for number in numbers if number is not None) == [0, 1]
+    wanted = [PartSums().of(tensor, box, (4,)) for tensor in tensors]
+    assert [found.value(number) for number in numbers if number is not None] == [
+        int(total) for total in wanted if total is not None
+    ]
