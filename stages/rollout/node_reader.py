@@ -115,18 +115,22 @@ class NodeReader:
         except DroppedError:
             pass  # by the body, which says why
         except (WeightsError, RolloutError, ReloadRefusedError, OutsideRunError, OSError) as problem:
-            if (
-                str(problem) != self._said
-            ):  # the memory that an engine does not share, it does not share next time either
-                print(f"version {mine.version} was not read ahead of the engine: {problem}", flush=True)
-            self._said = str(problem)
+            self._say(mine.version, problem)
         finally:
             mine.begun.set()
             self._turn.release()
 
+    def _say(self, version: int, problem: Exception) -> None:
+        """Once: the memory that an engine does not share, it does not share next time either."""
+        if str(problem) != self._said:
+            print(f"version {version} was not read ahead of the engine: {problem}", flush=True)
+        self._said = str(problem)
+
     def _stage(self, mine: _Reading, manifest: Manifest) -> None:
         layout, segment = self._segment()
         layout.check_fit(manifest)
+        if mine.over.is_set():
+            return  # it hung before it had begun, and what the memory holds meanwhile is somebody's
 
         def fill() -> None:
             mine.begun.set()

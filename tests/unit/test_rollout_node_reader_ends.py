@@ -97,6 +97,32 @@ def test_a_reading_that_hangs_before_it_has_begun_keeps_the_engine_from_nothing(
     reader.close()
 
 
+@pytest.mark.parametrize("what", ["load_manifest", "model_signature"])
+def test_a_reading_that_wakes_when_it_is_over_leaves_the_memory_as_it_is(
+    run: RunDir, start: Path, sums: None, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    first, second, reader = publish_version(run, 1), publish_version(run, 2), agent(run, start)
+    _, weights = an_engine(run, start)
+    honest, may_go_on = vars(node_reader)[what], threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        assert may_go_on.wait(LIMIT_S)
+        return honest(*arguments)
+
+    monkeypatch.setattr(node_reader, "_BEGIN_S", 0.0)
+    monkeypatch.setattr(node_reader, what, slow)
+    with reading(reader, first):
+        pass
+    stage(weights, run, second)
+    weights.staging.release()
+
+    may_go_on.set()
+    assert reader._turn.acquire(timeout=LIMIT_S)  # until it has ended
+    reader._turn.release()
+
+    assert not stage(weights, run, second).read_here
+
+
 def test_another_version_that_an_engine_still_needs_is_waited_for_with_a_deadline(
     run: RunDir, start: Path, sums: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
