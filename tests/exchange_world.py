@@ -306,3 +306,16 @@ def make_world(
             yield world
     finally:
         _here.pop()
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with replaced_parts():
+        return make_template(tmp_path_factory.mktemp("exchange"))
+
+
+@pytest.fixture(autouse=True)
+def parts() -> Iterator[None]:
+    """For every test of a module that imports it."""
+    with replaced_parts():
+        yield

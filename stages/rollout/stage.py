@@ -35,12 +35,14 @@ def run_alone(context: StageContext) -> NoReturn:
 
     Raises WeightsError when LATEST.json, or what it names, is missing or damaged, as a crash of the host may leave it.
     """
-    newest = newest_version(context.run)
-    latest = context.run.read(context.run.latest_json, any_attempt=True)
-    if newest is None or latest is None:
+    latest = (
+        context.run.read(context.run.latest_json, any_attempt=True) if newest_version(context.run) is not None else None
+    )
+    if latest is None:
         print(f"{context.run.root} has published no weights: serving model_path as it is", flush=True)
         _serve(context, StartPoint(_model_folder(context), 0, serve_unproved=True), None)
-    manifest = load_manifest(context.run, newest, str(latest["digest"]))
+    # Of the same reading: a run that is alive may point to the next version by now.
+    manifest = load_manifest(context.run, int(latest["version"]), str(latest.get("digest")))
     whole = chain_to(context.run, manifest)[
         0
     ]  # a server starts from whole files; what changed since goes into it in place

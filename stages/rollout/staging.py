@@ -35,6 +35,7 @@ from stages.weights.tensors import TORCH_DTYPES
 _ALIGNMENT_BYTES = 256
 _LOCK_POLL_S = 0.005
 
+Call = Callable[[], None]
 Patch = Callable[[str, Callable[[str], None]], bool]
 """Called with the name of what is in the memory and a function that writes another one; False when it changed nothing."""
 
@@ -101,15 +102,7 @@ class Staging:
             self.memory = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=for_cuda)
         self.tensors = layout.views(self.memory)
 
-    def hold(
-        self,
-        content: str,
-        fill: Callable[[], None],
-        *,
-        deadline_s: float,
-        check: Callable[[], None],
-        patch: Patch | None = None,
-    ) -> bool:
+    def hold(self, content: str, fill: Call, *, deadline_s: float, check: Call, patch: Patch | None = None) -> bool:
         """Return when the memory holds `content`, filled by this process (True) or another; it stays so until `release`.
 
         `patch` may make the content of what is there. Else `fill` reads it. Both verify, and raise to leave the memory without
@@ -201,15 +194,7 @@ class Segment:
                 f"available {stats.f_bavail * stats.f_frsize:,}"
             ) from problem
 
-    def hold(
-        self,
-        content: str,
-        fill: Callable[[], None],
-        *,
-        deadline_s: float,
-        check: Callable[[], None],
-        patch: Patch | None = None,
-    ) -> bool:
+    def hold(self, content: str, fill: Call, *, deadline_s: float, check: Call, patch: Patch | None = None) -> bool:
         """See `Staging.hold`."""
         started_s, was_filled = time.monotonic(), False
         while True:

@@ -67,7 +67,7 @@ def run(context: StageContext) -> dict[str, Any]:
             print(f"{policy.architecture.name} loaded: tp {grid.tp}, dp {grid.dp}, {grid.device}", flush=True)
             checkpoints = Checkpoints(context, policy, grid)
             step = checkpoints.resume(saved)
-        gc.freeze()  # else every fifth step or so stands still for a look at half a million objects that are here to stay
+        gc.freeze()  # else every few steps all threads stop for a look at half a million objects that are here to stay
         refresher = stack.enter_context(Refresher(context, grid, checkpoints))
         return Trainer(context, policy, grid, checkpoints, refresher, step).run()
 

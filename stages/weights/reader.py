@@ -36,8 +36,8 @@ _CHUNK_BYTES = 4 << 20
 """Read, hashed and handed on, or only hashed: small enough for a processor's cache."""
 _HASHED_BYTES = 64 << 20
 """Read and hashed where nobody is handed anything: two calls for a part, as a trainer publishes it. Calls for 1 MB, which stays in a core's
-cache, take 0.52 s instead of 0.60 for 15 GB when nothing else happens on an H200 host with 16 cores, and 0.83 instead of 0.59 beside an
-engine that generates: each is a handover of the interpreter's lock between 16 threads.
+cache, take 0.52 s instead of 0.60 for 16 GB when nothing else happens on an H200 host with 16 cores, and 0.78 to 0.86 instead of 0.57 to
+0.60 for 15 GB beside an engine that generates: each is a handover of the interpreter's lock between 16 threads.
 """
 
 

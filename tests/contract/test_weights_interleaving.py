@@ -20,10 +20,12 @@ from stages.weights import collect as collection
 from stages.weights.errors import ManifestMismatchError, PublishError, WeightRefreshError
 from stages.weights.patience import Patience
 from stages.weights.reader import load_manifest, verify
-from tests.exchange_world import STALL_S, Violation, World, make_template, make_world, replaced_parts
+from tests.exchange_world import STALL_S, Violation, World, make_world, parts, template
 from tests.faulty_files import Late, Rule
 from tests.interleaving import Choose, Crashed, NeverEndsError, Party, Search, Sharing, in_order, in_turn
 from tests.weights_kit import INSTANCES
+
+__all__ = ["parts", "template"]
 
 FIRST, SECOND = INSTANCES
 ORDERS: dict[str, Choose] = {
@@ -34,18 +36,6 @@ ORDERS: dict[str, Choose] = {
 FOR_EVER_S = 1e6
 DEEPER = "LIBRA_SEARCH_INTERRUPTIONS"
 """Environment variable: how often a party may be interrupted although it could go on. 2 takes minutes, each more ten times as long."""
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with replaced_parts():
-        return make_template(tmp_path_factory.mktemp("exchange"))
-
-
-@pytest.fixture(autouse=True)
-def parts() -> Iterator[None]:
-    with replaced_parts():
-        yield
 
 
 def end_well(world: World, trainer: Party, version: int, *, is_pointed_to: bool = True) -> None:

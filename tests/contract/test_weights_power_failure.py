@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.exchange_world import OLD, World, make_template, make_world, replaced_parts
+from tests.exchange_world import OLD, World, make_world, parts, template
 from tests.interleaving import Choose, Sharing, in_order
 from tests.weights_kit import INSTANCES
+
+__all__ = ["parts", "template"]
 
 FIRST, SECOND = INSTANCES
 
@@ -47,18 +49,6 @@ RECORDS = [
 """Of attempt 0, which got to version 3. Attempt 1 goes on from step 2: it publishes version 3 again, and then 4."""
 ORDERS: list[Choose] = [in_order("trainer.1"), in_order(f"{SECOND}.1", f"{FIRST}.1")]
 """Who comes first may read what another is about to replace."""
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with replaced_parts():
-        return make_template(tmp_path_factory.mktemp("exchange"))
-
-
-@pytest.fixture(autouse=True)
-def parts() -> Iterator[None]:
-    with replaced_parts():
-        yield
 
 
 def goes_on(template: Path, choose: Choose, spoil: Callable[[Path], object]) -> World:

@@ -200,26 +200,22 @@ def test_people_are_told_of_a_record_in_pieces(tmp_path: Path, entry: str, damag
     assert all(code in (0, 1) for code in codes), codes
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_verify_names_a_damaged_manifest(
-    old: RunDir, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        *(("manifest.json", damage, "v000003/manifest.json is damaged") for damage in DAMAGE),
+        *(("model.safetensors", damage, "model.safetensors") for damage in (empty, zeros, half, os.unlink)),
+    ],
+)
+def test_verify_names_a_damaged_file(
+    old: RunDir, name: str, damage: Callable[[Path], None], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damage(old.weights_version(3) / "manifest.json")
+    damage(old.weights_version(3) / name)
 
     assert weights.main(["verify", str(old.root)]) == 1
 
-    assert "v000003/manifest.json is damaged" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("damage", [empty, zeros, half, os.unlink])
-def test_verify_names_a_damaged_weight_file(
-    old: RunDir, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    damage(old.weights_version(3) / "model.safetensors")
-
-    assert weights.main(["verify", str(old.root)]) == 1
-
-    assert "model.safetensors" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert words in (printed.err if name == "manifest.json" else printed.out)
 
 
 @pytest.mark.parametrize("damage", [empty, zeros, half, os.unlink])

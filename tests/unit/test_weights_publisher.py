@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from stages.rundir import RunDir
 from stages.weights.errors import NoSpaceError, PublishError
 from stages.weights.manifest import Manifest
+from stages.weights.publication import Publication
 from stages.weights.publish import Publisher
 from stages.weights.ranks import RankGroup
 from stages.weights.reader import load_manifest, read_verified, verify
@@ -257,3 +259,20 @@ class Flushers:
 
     def __call__(self, fd: int) -> None:
         self.names.add(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+
+
+@pytest.mark.parametrize(
+    ("is_cuda", "in_file", "io_threads", "threads"),
+    [(True, True, 16, 14), (True, True, 4, 4), (True, False, 16, 16), (False, True, 16, 16)],
+)
+def test_where_a_gpu_copies_into_the_files_two_processors_are_left_to_others(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, is_cuda: bool, in_file: bool, io_threads: int, threads: int
+) -> None:
+    with make_publisher(run, io_threads=io_threads) as publisher:
+        monkeypatch.setattr(type(publisher.copier), "is_cuda", is_cuda)
+        publication = Publication(publisher, 1, 1, PROBE)
+        monkeypatch.setattr(
+            publication, "_copies", [(SimpleNamespace(num_bytes=1 << 30), SimpleNamespace(in_file=in_file))]
+        )
+
+        assert publication._threads() == threads
