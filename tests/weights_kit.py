@@ -74,9 +74,9 @@ def make_publisher(run: RunDir, ranks: RankGroup | None = None, **options: Any) 
 
 
 def small_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)  # ranks that are threads would share torch's own
     shapes = {"embed": (6, 4), "layer.down": (4, 8), "layer.norm": (4,), "layer.up": (8, 4), "scale": ()}
-    return {f"model.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    return {f"model.{name}": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 def publish_full(
