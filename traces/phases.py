@@ -77,6 +77,7 @@ _ROLLOUT = [
     Phase("stop_server", LedgerClass.OTHER, "Stopping the vLLM process."),
     Phase("prepare_weights", None, "Reading and verifying a version while the engine still generates."),
     Phase("read_weights", None, "The agent reading a version into the node's memory, for the engines there."),
+    Phase("read_ahead", None, "The same, while the trainer is still writing the version."),
     Phase("commit_weights", LedgerClass.PAUSED, "The engine held: weights swapped, proved, requests resumed."),
     Phase("pause", LedgerClass.PAUSED, "Holding the engine's requests."),
     Phase("swap_weights", LedgerClass.PAUSED, "Copying the new weights into the engine."),

@@ -38,10 +38,13 @@ def follow_requests(context: StageContext, keeper: ServerKeeper, registration: R
     follower = Follower(context, keeper, registration)
     since_s, supervisor = time.monotonic(), SupervisorWatch.of(context)
     longest_s = longest_pause_s(context.run.root, len(context.plan.rollout.instances))
+    reads_ahead = context.config.rollout_weight_reload_method == "inplace" and is_local(context.run.weights)
     while True:
         supervisor.look()
         if follower.step():
             since_s = time.monotonic()
+        elif reads_ahead:
+            keeper.reader.look_ahead(registration.status.version)
         idle_s = time.monotonic() - since_s
         keeper.pause(min(longest_s, max(_POLL_FIRST_S, _POLL_SHARE * idle_s)))
 

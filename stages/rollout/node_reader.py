@@ -4,6 +4,8 @@ An engine's worker can do that itself, and does where the agent does not. But an
 most of the time, and every piece has to wait for it, while the agent's process has nothing else to do (docs/benchmarks.md, "New
 weights in a busy vLLM"). It reads only what leaves the workers nothing to do with the bytes: whole versions whose sums the trainer has
 published. They wait for the lock of that memory meanwhile, and judge: where the agent fails, they read, and say what is wrong.
+
+On the trainer's host it begins before the version is published (`stages.rollout.read_ahead`).
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from pathlib import Path
 
 from stages.rollout.errors import ReloadRefusedError, RolloutError
 from stages.rollout.published_sums import has_sums
+from stages.rollout.read_ahead import Ahead
 from stages.rollout.signature import model_signature
 from stages.rollout.staged_delta import name_of
 from stages.rollout.staging import DroppedError, NoSharedMemoryError, Segment, SegmentLayout
 from stages.rundir import OutsideRunError, RunDir
 from stages.weights.errors import WeightsError
 from stages.weights.manifest import Manifest
+from stages.weights.progress import unfinished
 from stages.weights.reader import load_manifest
 from stages.weights.versions import read_version
 from traces.recorder import Recorder
@@ -42,11 +46,12 @@ _LAST_PIECE_S = 2.0
 @dataclass
 class _Reading:
     """`begun`: the workers may come, for this process or another one has the lock, or nobody is to be waited for. `over`: they
-    have come, or will not."""
+    have come, or will not. `turn_s`: for how long another reading is waited for."""
 
     version: int
     digest: str
     deadline_s: float
+    turn_s: float = 0.0
     begun: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -67,7 +72,24 @@ class NodeReader:
         self._said = ""
         self._layout: tuple[Path, SegmentLayout] | None = None
         self._joined: tuple[SegmentLayout, Segment] | None = None
+        self._ahead: Ahead | None = None
+        self._tried = ""
         self.start_folder: Path | None = None
+
+    def look_ahead(self, newer_than: int) -> None:
+        """Begin to read a version above `newer_than` that a trainer of this host is writing, if there is one; called again and again."""
+        found = unfinished(self._run, newer_than)
+        if found is None or found[1].name == self._tried or not self._turn.acquire(blocking=False):
+            return
+        version, folder = found
+        self._tried = folder.name
+        try:
+            self._ahead = Ahead(self._run, version, folder, *self._segment(), self._recorder, self._turn.release)
+        except (RolloutError, ReloadRefusedError, OSError) as problem:
+            self._turn.release()
+            self._say(version, problem)
+            return
+        self._ahead.start()
 
     @contextmanager
     def reading(
@@ -77,10 +99,11 @@ class NodeReader:
 
         `pause` sleeps for so many seconds, and raises to give up. Never raises for what is wrong with the version.
         """
-        if not self._turn.acquire(blocking=False):
-            yield  # a reading that was given up is still in a slow read: the workers wait for its end, or read
-            return
         mine = _Reading(version, digest, deadline_s)
+        if self._ahead is not None and self._ahead.is_alive:
+            if self._is_ahead_of(version):
+                mine.begun.set()  # it has the memory for itself
+            mine.turn_s = deadline_s if mine.begun.is_set() else _LAST_PIECE_S
         thread = threading.Thread(target=self._read, args=(mine,), name="node-reader", daemon=True)
         thread.start()
         try:
@@ -92,8 +115,17 @@ class NodeReader:
             mine.over.set()
             thread.join(_RELEASE_S)
 
+    def _is_ahead_of(self, version: int) -> bool:
+        """Is this very version being read already? A reading of another one ends."""
+        if self._ahead is None or not self._ahead.is_alive:
+            return False
+        if self._ahead.version != version:
+            self._ahead.stop()
+        return self._ahead.version == version
+
     def close(self) -> None:
         """Leave the node's memory, so that the last one can remove it; also a reading that does not end does not keep it."""
+        self._is_ahead_of(-1)
         if self._turn.acquire(timeout=_LAST_PIECE_S):
             try:
                 self._leave()
@@ -108,6 +140,10 @@ class NodeReader:
             self._joined = None
 
     def _read(self, mine: _Reading) -> None:
+        # One that was given up may still be in a slow read: then the workers wait for its end, or read.
+        if not self._turn.acquire(timeout=mine.turn_s):
+            mine.begun.set()
+            return
         try:
             manifest = load_manifest(self._run, mine.version, mine.digest)
             if manifest.delta is None and has_sums(manifest):

@@ -217,6 +217,10 @@ class Segment:
                 raise WaitTimeoutError("the node's staged weights", "an instance that holds another version", waited_s)
             time.sleep(_LOCK_POLL_S)
 
+    def try_alone(self) -> bool:
+        """Have the memory for this object alone until `release`, unless anybody else has it now."""
+        return self._try(fcntl.LOCK_EX)
+
     def release(self) -> None:
         fcntl.flock(self._lock, fcntl.LOCK_UN)
 

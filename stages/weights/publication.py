@@ -36,6 +36,7 @@ from stages.weights.manifest import (
     xxh3_128,
 )
 from stages.weights.parallel import quick_handover, thread_count
+from stages.weights.progress import ProgressWriter
 from stages.weights.ranks import agree
 from stages.weights.snapshot import Copy, Piece, pieces, woven
 from stages.weights.tensors import LocalTensor
@@ -204,7 +205,10 @@ class Publication:
         self._extra_bytes = self._publisher.copier.allocated_bytes + threads * converted
         with space_checked(self._path, layout.total_bytes):
             whole = {**headers, **self._small}
-            self._writer.start(self._path, layout, self._copies, whole, self._publisher.pool, threads)
+            progress = (
+                ProgressWriter(self._path, self._publisher.ranks.rank) if self._publisher.tells_progress else None
+            )
+            self._writer.start(self._path, layout, self._copies, whole, self._publisher.pool, threads, progress)
 
     def _take_small(self, more: dict[str, bytes], weight_bytes: int) -> None:
         """Rank 0: the small files of the version. Raises NoSpaceError when they do not fit beside `weight_bytes`."""

@@ -14,7 +14,7 @@ from stages.rundir import RunDir
 from stages.weights import spares
 from stages.weights.delta_chain import MOST_LINKS
 from stages.weights.encoder import Snapshot
-from stages.weights.filesystems import lies_in_memory, must_flush
+from stages.weights.filesystems import is_local, lies_in_memory, must_flush
 from stages.weights.hf_folder import small_files
 from stages.weights.layout import Layout, Offer, plan_layout
 from stages.weights.manifest import Manifest, Probe
@@ -188,6 +188,11 @@ class Publisher:
     @cached_property
     def small_files(self) -> dict[str, bytes]:
         return small_files(self._source, self.options.dtype, self._tokenizer)
+
+    @cached_property
+    def tells_progress(self) -> bool:
+        """Are readers of this host told which parts are whole? Only where a GPU makes the sums that they would have to make."""
+        return self.copier.is_cuda and not self.keeps_snapshots and is_local(self.run.weights)
 
     @cached_property
     def flushes(self) -> bool:

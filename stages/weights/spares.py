@@ -64,8 +64,10 @@ def take(run: RunDir, target: Path, mapped: MappedFiles) -> int:
 
 
 def fit(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Delete files in `folder` that are not in `sizes` (bytes), and cut those that are longer; others may be writing there."""
+    """Delete weight files in `folder` that are not in `sizes` (bytes), and cut those that are longer; others may be writing there."""
     for name in os.listdir(folder):
+        if not name.endswith(".safetensors"):
+            continue
         if name not in sizes:
             os.unlink(folder / name)
         elif os.stat(folder / name).st_size > sizes[name]:

@@ -72,16 +72,17 @@ def read_version(
     into: Mapping[str, torch.Tensor] | None = None,
     arrived: Callable[[str, int, int], None] | None = None,
     check: Callable[[], None] | None = None,
+    have: Mapping[tuple[str, tuple[int, ...]], str] | None = None,
     chain: Sequence[Manifest] = (),
 ) -> dict[str, torch.Tensor]:
-    """As `stages.weights.reader.read_verified`, for any version; `arrived` and `check` are called only for one that is published in full.
+    """As `stages.weights.reader.read_verified`, for any version; `arrived`, `check` and `have` are for one that is published in full.
 
     Of a delta, what its payloads do not change is read from its bases, and compared with this version's digests like the rest.
     `chain` is that of `chain_to`, by who has it already.
     Raises further BrokenChainError, ChangeError, SignatureMismatchError when a base has other shapes.
     """
     if manifest.delta is None:
-        return read_verified(run, manifest, names, threads=threads, into=into, arrived=arrived, check=check)
+        return read_verified(run, manifest, names, threads=threads, into=into, arrived=arrived, check=check, have=have)
     wanted = list(manifest.tensors if names is None else names)
     chain = chain or chain_to(run, manifest)
     for base, link in pairwise(chain):

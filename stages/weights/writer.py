@@ -17,6 +17,7 @@ from stages.weights.errors import NoSpaceError
 from stages.weights.layout import Layout, Placement
 from stages.weights.manifest import DTYPE_BYTES, Part, xxh3_128
 from stages.weights.parallel import Lanes, map_threads
+from stages.weights.progress import ProgressWriter, Stretch
 from stages.weights.snapshot import Copy, Piece
 
 _WRITE_BYTES = 64 << 20  # one pwrite; Linux cuts longer ones at 2 GiB anyway
@@ -39,6 +40,7 @@ class RankWriter:
         self._fds: dict[str, int] = {}
         self._lanes: Lanes[_Unsummed] = Lanes(())
         self._workers: list[Future[list[_Unsummed]]] = []
+        self._progress: ProgressWriter | None = None
         self.began_s = self.ended_s = 0.0
 
     def start(
@@ -49,8 +51,10 @@ class RankWriter:
         whole: Mapping[str, bytes],
         pool: ThreadPoolExecutor,
         threads: int,
+        progress: ProgressWriter | None = None,
     ) -> None:
-        """Begin to write `copies`, and `whole`: small files, and what the weight files begin with."""
+        """Begin to write `copies`, and `whole`: small files, and what the weight files begin with. `progress` is told of parts."""
+        self._progress = progress
         for name in sorted({layout.tensors[piece.name].file for piece, _ in copies} | whole.keys()):
             self._fds[name] = self._open(folder / name)
         places = layout.tensors
@@ -63,7 +67,7 @@ class RankWriter:
                     (
                         number if copy.in_file else place.file,
                         0 if copy.in_file else piece.num_bytes,
-                        partial(_write_piece, self._fds[place.file], place, piece, copy),
+                        partial(_write_piece, self._fds[place.file], place, piece, copy, progress),
                     )
                     for number, (piece, copy) in enumerate(copies)
                     for place in (places[piece.name],)
@@ -80,7 +84,7 @@ class RankWriter:
         done = [written for worker in self._workers for written in worker.result()]
         if flush:
             map_threads(os.fsync, list(self._fds.values()), len(self._fds))
-        self._files.close()
+        self._close_files()
         return [(name, replace(part, sum64=copy.sum64())) for written in done for name, part, copy in written]
 
     def close(self) -> None:
@@ -88,6 +92,11 @@ class RankWriter:
         self._lanes.stop()
         wait(self._workers)
         self._lanes, self._workers = Lanes(()), []
+        self._close_files()
+
+    def _close_files(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
         self._files.close()
 
     def _note_end(self, _worker: Future[list[_Unsummed]]) -> None:
@@ -106,15 +115,21 @@ def _write_beginning(fd: int, data: bytes) -> _Unsummed:
     return []
 
 
-def _write_piece(fd: int, place: Placement, piece: Piece, copy: Copy) -> _Unsummed:
+def _write_piece(
+    fd: int, place: Placement, piece: Piece, copy: Copy, progress: ProgressWriter | None = None
+) -> _Unsummed:
     """Hashed in one go, then written: in smaller steps, each still in the processor's cache, an idle machine takes a tenth less
     time, but every step waits for the interpreter's lock, 5 ms each while the training has something to compute."""
     view = copy.bytes().data
     digest = xxh3_128(view)
+    length, stretches = runs(piece.box, piece.full_shape, DTYPE_BYTES[piece.dtype])
+    offsets = list(stretches)
     if not copy.in_file:
-        length, offsets = runs(piece.box, piece.full_shape, DTYPE_BYTES[piece.dtype])
         for number, offset in enumerate(offsets):
             _pwrite(fd, view[number * length : (number + 1) * length], place.offset + offset)
+    if progress is not None and len(offsets) == 1:
+        first = offsets[0]
+        progress.add(Stretch(piece.name, piece.box.start, place.file, place.offset + first, first, length))
     return [(piece.name, Part(piece.box.start, piece.box.shape, digest), copy)]
 
 

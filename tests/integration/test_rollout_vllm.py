@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ import httpx
 import pytest
 
 from stages.files import read_json, wait_for
+from stages.rollout import memory_folder
 from stages.rollout.orphans import environment_of, marked_pids
 from stages.rollout.settings import SERVER_ID_VARIABLE
 from stages.weights.manifest import Manifest, Probe
@@ -241,14 +243,42 @@ def test_damage_that_the_agent_meets_is_refused_by_the_engine_s_worker(
     assert (nack["phase"], nack["tensor"], nack["serving_version"]) == ("prepare", name, 26)
 
 
+def _open_files(served: Instance) -> str:
+    """Of the agent."""
+    found = []
+    for fd in Path(f"/proc/{served.agent.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(fd))
+    return " ".join(found)
+
+
+def test_a_version_is_read_while_it_is_written(served: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+    part_sums_on_the_host(monkeypatch)
+    monkeypatch.setattr(Publisher, "tells_progress", True)
+    model = served.models[28] = tiny_model(28)
+    (name,) = memory_folder._place(served.run.run_id).glob("weights-*.lock")
+    with Publisher(served.run, source_folder=served.source, options=cpu_config(served.source).weights) as publisher:
+        publication = publisher.begin(28, 28, published_tensors(model), probe_of(model))
+        served.awaited("the agent's reading", lambda: ".parts.0.jsonl" in _open_files(served))
+        manifest = publication.finish()
+    served.awaited("the end of the reading", lambda: name.read_text().startswith("version 28 "))
+
+    (worker,) = served.refresh(manifest)["server_response"]["workers"]
+
+    answer = served.generate([[5, 6, 7]])
+    assert not worker["read_here"]
+    assert answer.headers["x-libra-version"] == "28"
+    assert served.largest_difference(answer, [[5, 6, 7]]) < 1e-3
+
+
 def test_a_probe_that_the_weights_do_not_reproduce_ends_the_instance_and_nothing_is_served(served: Instance) -> None:
-    truth = logprobs_of(tiny_model(28), list(PROBE_IDS))
-    manifest = served.publish(28, seed=28, probe=Probe(PROBE_IDS, (*truth[:-1], truth[-1] - 0.1)))
+    truth = logprobs_of(tiny_model(29), list(PROBE_IDS))
+    manifest = served.publish(29, seed=29, probe=Probe(PROBE_IDS, (*truth[:-1], truth[-1] - 0.1)))
     pids = processes_of(served)
 
     served.request(manifest)
     code, errors = served.end(30)
-    nack = read_json(served.run.ack_json(28, NAME, "nack")) or {}
+    nack = read_json(served.run.ack_json(29, NAME, "nack")) or {}
 
     assert code != 0
     assert re.search(r"UnprovedWeightsError.*differs by 0\.(1|09999)", errors)

@@ -1,0 +1,110 @@
+"""What of a version is whole already while the rest is being written, told to readers on the same host.
+
+Each trainer rank appends a line for each part to a file of its own in the temporary folder, and deletes it before the folder gets its
+name. The lines are hints: who reads ahead by them hashes what he has read, and compares that with the manifest when it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from stages.rundir import RunDir
+
+_NAME = re.compile(r"^\.parts\.\d+\.jsonl$")
+_FOLDER = re.compile(r"^\.v(?P<version>\d{6,})\.tmp-(?P<attempt>\d+)-[0-9a-f]+$")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part in one piece: `length` bytes, from `offset` of `file` on, and from `first` of its tensor on. It begins at element `start`."""
+
+    name: str
+    start: tuple[int, ...]
+    file: str
+    offset: int
+    first: int
+    length: int
+
+
+class ProgressWriter:
+    """Of one rank. `add` may be called by several threads at once: a line is one write, which appends."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = folder / f".parts.{rank}.jsonl"
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def add(self, stretch: Stretch) -> None:
+        """Its bytes are in the file."""
+        os.write(self._fd, json.dumps(astuple(stretch)).encode() + b"\n")
+
+    def close(self) -> None:
+        """And nothing of it is left. Harmless when repeated."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            self._path.unlink(missing_ok=True)
+
+
+class ProgressReader:
+    """`new` gives what came since the last time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._fds: dict[str, int] = {}
+        self._begun: dict[str, bytes] = {}
+
+    def new(self) -> list[Stretch]:
+        """Raises FileNotFoundError when the folder is gone, or has its final name; then what was read is all there is."""
+        for name in os.listdir(self._folder):
+            if name not in self._fds and _NAME.match(name):
+                self._fds[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return [stretch for name in self._fds for stretch in self._of(name)]
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+    def _of(self, name: str) -> list[Stretch]:
+        data = self._begun.get(name, b"")
+        while chunk := os.read(self._fds[name], 1 << 16):
+            data += chunk
+        *lines, self._begun[name] = data.split(b"\n")
+        return [stretch for line in lines if (stretch := _stretch(line)) is not None]
+
+
+def unfinished(run: RunDir, newer_than: int) -> tuple[int, Path] | None:
+    """The newest version above `newer_than` that this attempt is writing and tells about, with its temporary folder."""
+    found = [
+        (int(match["version"]), run.weights / name)
+        for name in _names(run.weights)
+        if (match := _FOLDER.match(name))
+        and int(match["attempt"]) == run.attempt
+        and int(match["version"]) > newer_than
+    ]
+    return max(((version, folder) for version, folder in found if any(map(_NAME.match, _names(folder)))), default=None)
+
+
+def _names(folder: Path) -> Sequence[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return ()
+
+
+def _stretch(line: bytes) -> Stretch | None:
+    """None for what is no such line: it is a hint, and the part is read again."""
+    try:
+        name, start, file, offset, first, length = json.loads(line)
+        found = Stretch(name, tuple(start), file, offset, first, length)
+    except (ValueError, TypeError):
+        return None
+    numbers = (*found.start, found.offset, found.first, found.length)
+    texts = (found.name, found.file)
+    sound = all(type(number) is int and number >= 0 for number in numbers) and all(type(text) is str for text in texts)
+    return found if sound and "/" not in file and file.endswith(".safetensors") else None

@@ -1,0 +1,141 @@
+"""What a trainer tells of a version that it is writing, and who finds it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stages.files import wait_for
+from stages.rundir import RunDir
+from stages.weights import filesystems
+from stages.weights.progress import ProgressReader, ProgressWriter, Stretch, unfinished
+from stages.weights.publication import Publication
+from stages.weights.publish import Publisher
+from stages.weights.tensors import LocalTensor
+from tests.weights_kit import PROBE, make_publisher, run_ranks, small_tensors
+
+LIMIT_S = 10.0
+TMPFS, NFS = 0x0102_1994, 0x6969
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "run")
+
+
+@pytest.fixture
+def tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a trainer with a GPU does."""
+    monkeypatch.setattr(Publisher, "tells_progress", True)
+
+
+@pytest.fixture
+def publisher(run: RunDir, tells: None) -> Iterator[Publisher]:
+    with make_publisher(run) as made:
+        yield made
+
+
+def awaited(what: str, look: Callable[[], Any]) -> Any:
+    return wait_for(lambda: look() or None, deadline_s=LIMIT_S, awaited=what, from_whom="a thread")
+
+
+def written(publisher: Publisher, version: int) -> Publication:
+    """All bytes are in the files, and the version has no name yet."""
+    owned = [LocalTensor.whole(name, tensor) for name, tensor in small_tensors(version).items()]
+    publication = publisher.begin(version, version, owned, PROBE)
+    awaited("the writers", lambda: all(worker.done() for worker in publication._writer._workers))
+    return publication
+
+
+def a_folder(run: RunDir, name: str) -> Path:
+    folder = run.weights / name
+    folder.mkdir(parents=True)
+    ProgressWriter(folder, 0)
+    return folder
+
+
+def test_the_newest_version_that_this_attempt_writes_is_looked_for(run: RunDir) -> None:
+    assert unfinished(run, -1) is None
+    for name in (
+        ".v000009.tmp-3-0123abcd",
+        ".v000010.trash-0123abcd",
+        ".v000011.spare-0-0123abcd",
+        ".v000007.tmp-0-01",
+    ):
+        a_folder(run, name)
+    newest = a_folder(run, ".v000008.tmp-0-0123abcd")
+    (run.weights / ".v000012.tmp-0-0123abcd").mkdir()  # of a trainer that tells nothing
+
+    assert unfinished(run, 7) == (8, newest)
+    assert unfinished(run, 8) is None
+
+
+def test_nothing_of_it_is_left_in_a_version_or_after_one_that_failed(run: RunDir, publisher: Publisher) -> None:
+    publication = written(publisher, 1)
+    assert list(publication._path.glob(".parts.*"))
+    publication.finish()
+    with make_publisher(run) as failing:
+        written(failing, 2).close()
+
+    assert not list(run.weights.rglob(".parts.*"))
+    assert not list(run.weights.glob(".v*tmp*"))
+
+
+def test_each_rank_tells_of_its_own_parts_and_only_of_those_in_one_piece(run: RunDir, tells: None) -> None:
+    found: list[Stretch] = []
+
+    def publish(ranks: Any) -> None:
+        publisher = make_publisher(run, ranks)
+        rows = torch.arange(32.0).reshape(4, 8)[ranks.rank * 2 :][:2]
+        columns = torch.arange(32.0).reshape(4, 8)[:, ranks.rank * 4 :][:, :4]
+        owned = [
+            LocalTensor.along("rows", (4, 8), 0, ranks.rank * 2, rows),
+            LocalTensor.along("columns", (4, 8), 1, ranks.rank * 4, columns.contiguous()),
+        ]
+        publication = publisher.begin(1, 1, owned, PROBE)
+        awaited("the writers", lambda: all(worker.done() for worker in publication._writer._workers))
+        ranks.gather(b"")
+        if ranks.rank == 0:
+            found.extend(ProgressReader(publication._path).new())
+        ranks.gather(b"")
+        publication.finish()
+        publisher.close()
+
+    for done in run_ranks(2, publish):
+        done.result()
+
+    assert sorted((stretch.name, stretch.start, stretch.first, stretch.length) for stretch in found) == [
+        ("rows", (0, 0), 0, 64),
+        ("rows", (2, 0), 64, 64),
+    ]
+
+
+def test_a_line_that_is_still_being_written_waits_for_its_end(tmp_path: Path) -> None:
+    whole = json.dumps(["a", [0], "model.safetensors", 0, 0, 8])
+    (tmp_path / ".parts.0.jsonl").write_text(whole[:10])
+    lines = ProgressReader(tmp_path)
+
+    assert lines.new() == []
+    (tmp_path / ".parts.0.jsonl").write_text(whole + "\n")
+
+    assert lines.new() == [Stretch("a", (0,), "model.safetensors", 0, 0, 8)]
+    assert lines.new() == []
+    lines.close()
+
+
+@pytest.mark.parametrize(
+    ("magic", "device", "tells"), [(TMPFS, "cuda", True), (NFS, "cuda", False), (TMPFS, "cpu", False)]
+)
+def test_only_a_trainer_with_a_gpu_tells_and_only_on_a_filesystem_of_its_host(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, magic: int, device: str, tells: bool
+) -> None:
+    monkeypatch.setattr(filesystems, "filesystem_magic", lambda _: magic)
+    publisher = make_publisher(run)
+    monkeypatch.setattr(type(publisher.copier), "is_cuda", device == "cuda")
+
+    assert publisher.tells_progress is tells
