@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -32,22 +33,40 @@ class Stretch:
 
 
 class ProgressWriter:
-    """Of one rank. `add` may be called by several threads at once: a line is one write, which appends."""
+    """Of one rank. `add` may be called by several threads at once; nobody hears of it before `tell`."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = folder / f".parts.{rank}.jsonl"
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._lock = threading.Lock()
+        self._untold: list[bytes] = []
+        self._fd: int | None = None
+        self._is_over = False
 
     def add(self, stretch: Stretch) -> None:
         """Its bytes are in the file."""
-        os.write(self._fd, json.dumps(astuple(stretch)).encode() + b"\n")
+        line = json.dumps(astuple(stretch)).encode() + b"\n"
+        with self._lock:
+            if self._fd is None:
+                self._untold.append(line)
+            else:
+                os.write(self._fd, line)
+
+    def tell(self) -> None:
+        """From now on readers may take processors, and bandwidth of the memory: training does not wait for this version any more."""
+        with self._lock:
+            if not self._is_over and self._fd is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                self._fd = os.open(self._path, flags, 0o600)
+                os.write(self._fd, b"".join(self._untold))
 
     def close(self) -> None:
         """And nothing of it is left. Harmless when repeated."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self._path.unlink(missing_ok=True)
+        with self._lock:
+            self._is_over = True
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+                self._path.unlink(missing_ok=True)
 
 
 class ProgressReader:

@@ -94,6 +94,7 @@ class Publication:
         self._stack = ExitStack()
         self._in_full = in_full
         self._writer = RankWriter()
+        self._progress: ProgressWriter | None = None
         self._encoder = RankEncoder()
         self._base: Snapshot | None = None
         self._payloads: Payloads | None = None
@@ -130,6 +131,8 @@ class Publication:
                 self._publisher.copier.sum_up()
                 if not lend:
                     self._publisher.copier.complete()
+                if self._progress is not None:
+                    self._progress.tell()
             except (OSError, RuntimeError, ValueError) as problem:
                 self._problem = problem  # the other ranks hear of it in `finish`
         except BaseException:
@@ -205,10 +208,9 @@ class Publication:
         self._extra_bytes = self._publisher.copier.allocated_bytes + threads * converted
         with space_checked(self._path, layout.total_bytes):
             whole = {**headers, **self._small}
-            progress = (
-                ProgressWriter(self._path, self._publisher.ranks.rank) if self._publisher.tells_progress else None
-            )
-            self._writer.start(self._path, layout, self._copies, whole, self._publisher.pool, threads, progress)
+            if self._publisher.tells_progress:
+                self._progress = ProgressWriter(self._path, self._publisher.ranks.rank)
+            self._writer.start(self._path, layout, self._copies, whole, self._publisher.pool, threads, self._progress)
 
     def _take_small(self, more: dict[str, bytes], weight_bytes: int) -> None:
         """Rank 0: the small files of the version. Raises NoSpaceError when they do not fit beside `weight_bytes`."""
@@ -332,6 +334,7 @@ class Publication:
             self._folder.commit(
                 manifest.to_record(), pointer=(self._run.latest_json, latest), flush=self._publisher.flushes
             )
+        self._publisher.has_published(self._folder.final)
         return manifest
 
     def _make_manifest(self, written: Sequence[_Done]) -> Manifest:

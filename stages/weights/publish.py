@@ -24,6 +24,7 @@ from stages.weights.publication import Publication
 from stages.weights.ranks import RankGroup, SingleRank
 from stages.weights.snapshot import Copier
 from stages.weights.tensors import SAFETENSORS_NAMES, LocalTensor
+from stages.weights.write_back import WriteBack
 
 
 def publish(
@@ -86,6 +87,7 @@ class Publisher:
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="weights")
         self.copier = Copier(device or torch.device("cpu"), self.pool)
         self.mapped_files = MappedFiles(device or torch.device("cpu"))
+        self._write_back = WriteBack()
         self._source = source_folder
         self._tokenizer = tokenizer_folder
         self._current: Publication | None = None
@@ -169,10 +171,16 @@ class Publisher:
         """The version that was just published; None when that failed, or when its bytes are not kept."""
         self._before = snapshot
 
+    def has_published(self, folder: Path) -> None:
+        """On rank 0: the version has its name, and readers."""
+        if self.writes_back:
+            self._write_back.begin(folder)
+
     def close(self) -> None:
         """An unfinished publication leaves nothing behind, nor do files that were kept to be written over."""
         if self._current is not None:
             self._current.close()
+        self._write_back.stop()
         self.pool.shutdown()
         self.copier.close()
         self.mapped_files.close()
@@ -191,9 +199,19 @@ class Publisher:
 
     @cached_property
     def tells_progress(self) -> bool:
-        """Are readers of this host told which parts are whole? Only where a GPU makes the sums that they would have to make."""
-        return self.copier.is_cuda and not self.keeps_snapshots and is_local(self.run.weights)
+        """Are readers of this host told which parts are whole? Only where a GPU makes the sums that they would have to make.
+
+        Not of files that are memory: they are whole as soon as training goes on, and readers would only slow the copies.
+        """
+        is_worth_it = self.copier.is_cuda and not self.keeps_snapshots
+        return is_worth_it and is_local(self.run.weights) and not lies_in_memory(self.run.weights)
 
     @cached_property
     def flushes(self) -> bool:
         return must_flush(self.options.fsync, self.run.weights)
+
+    @cached_property
+    def writes_back(self) -> bool:
+        """Is a version written to its disk after it was published? Not before, and not by the kernel when it likes."""
+        on_a_disk = is_local(self.run.weights) and not lies_in_memory(self.run.weights)
+        return on_a_disk and not self.flushes and self.options.fsync != "never"

@@ -295,7 +295,7 @@ def test_a_newer_version_that_is_asked_for_ends_the_reading_of_an_older_one(
     newer = written(publisher, 2).finish()
     stuck = run.weights / ".v000001.tmp-0-0123abcd"
     stuck.mkdir()
-    ProgressWriter(stuck, 0)  # of a trainer that goes no further
+    ProgressWriter(stuck, 0).tell()  # of a trainer that goes no further
     agent.look_ahead(0)
     assert agent._ahead is not None
 

@@ -20,7 +20,7 @@ from stages.weights.tensors import LocalTensor
 from tests.weights_kit import PROBE, make_publisher, run_ranks, small_tensors
 
 LIMIT_S = 10.0
-TMPFS, NFS = 0x0102_1994, 0x6969
+TMPFS, EXT4, NFS = 0x0102_1994, 0xEF53, 0x6969
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def written(publisher: Publisher, version: int) -> Publication:
 def a_folder(run: RunDir, name: str) -> Path:
     folder = run.weights / name
     folder.mkdir(parents=True)
-    ProgressWriter(folder, 0)
+    ProgressWriter(folder, 0).tell()
     return folder
 
 
@@ -84,6 +84,31 @@ def test_nothing_of_it_is_left_in_a_version_or_after_one_that_failed(run: RunDir
 
     assert not list(run.weights.rglob(".parts.*"))
     assert not list(run.weights.glob(".v*tmp*"))
+
+
+def test_nobody_hears_of_a_part_while_training_still_waits_for_the_copies(tmp_path: Path) -> None:
+    stretch, later = (Stretch("a", (row,), "model.safetensors", row * 8, row * 8, 8) for row in (0, 1))
+    writer, lines = ProgressWriter(tmp_path, 0), ProgressReader(tmp_path)
+    writer.add(stretch)
+    assert lines.new() == []
+
+    writer.tell()
+    assert lines.new() == [stretch]
+    writer.add(later)
+    assert lines.new() == [later]
+
+    writer.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_publication_that_is_over_before_it_may_tell_leaves_nothing(tmp_path: Path) -> None:
+    writer = ProgressWriter(tmp_path, 0)
+    writer.add(Stretch("a", (0,), "model.safetensors", 0, 0, 8))
+
+    writer.close()
+    writer.tell()
+
+    assert not list(tmp_path.iterdir())
 
 
 def test_each_rank_tells_of_its_own_parts_and_only_of_those_in_one_piece(run: RunDir, tells: None) -> None:
@@ -129,9 +154,10 @@ def test_a_line_that_is_still_being_written_waits_for_its_end(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("magic", "device", "tells"), [(TMPFS, "cuda", True), (NFS, "cuda", False), (TMPFS, "cpu", False)]
+    ("magic", "device", "tells"),
+    [(EXT4, "cuda", True), (NFS, "cuda", False), (EXT4, "cpu", False), (TMPFS, "cuda", False)],
 )
-def test_only_a_trainer_with_a_gpu_tells_and_only_on_a_filesystem_of_its_host(
+def test_only_a_trainer_with_a_gpu_tells_and_only_on_a_disk_of_its_host(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, magic: int, device: str, tells: bool
 ) -> None:
     monkeypatch.setattr(filesystems, "filesystem_magic", lambda _: magic)

@@ -1,0 +1,148 @@
+"""A published version is written to its disk afterwards, where nobody flushed it before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from stages.files import wait_for
+from stages.rundir import RunDir
+from stages.weights import filesystems
+from stages.weights.tensors import LocalTensor
+from stages.weights.write_back import WriteBack
+from tests.weights_kit import PROBE, make_publisher, small_tensors
+
+LIMIT_S = 10.0
+TMPFS, EXT4, NFS = 0x0102_1994, 0xEF53, 0x6969
+
+
+class Disk:
+    """Stands in for fdatasync. `gate` keeps it from coming back."""
+
+    def __init__(self) -> None:
+        self.flushed: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.problem: OSError | None = None
+
+    def fdatasync(self, fd: int) -> None:
+        self.flushed.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        assert self.gate.wait(LIMIT_S)
+        if self.problem is not None:
+            raise self.problem
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    disk = Disk()
+    monkeypatch.setattr(os, "fdatasync", disk.fdatasync)
+    yield disk
+    disk.gate.set()
+
+
+@pytest.fixture
+def version(tmp_path: Path) -> Path:
+    return a_version(tmp_path / "v000001")
+
+
+def a_version(folder: Path) -> Path:
+    folder.mkdir()
+    for name in ("model-00001.safetensors", "model-00002.safetensors", "config.json"):
+        (folder / name).write_bytes(b"0" * 10)
+    return folder
+
+
+def awaited(what: str, look: Callable[[], bool]) -> None:
+    wait_for(lambda: look() or None, deadline_s=LIMIT_S, awaited=what, from_whom="a thread")
+
+
+def no_thread() -> bool:
+    return not any(thread.name == "write-back" for thread in threading.enumerate())
+
+
+def test_every_weight_file_is_written_and_no_other(disk: Disk, version: Path) -> None:
+    WriteBack().begin(version)
+
+    awaited("its end", no_thread)
+    assert disk.flushed == ["model-00001.safetensors", "model-00002.safetensors"]
+
+
+def test_a_newer_version_takes_the_place_of_one_that_a_slow_disk_still_writes(
+    disk: Disk, version: Path, tmp_path: Path
+) -> None:
+    disk.gate.clear()
+    write_back = WriteBack()
+    write_back.begin(version)
+    awaited("the first file", lambda: bool(disk.flushed))
+
+    write_back.begin(a_version(tmp_path / "v000002"))
+    disk.gate.set()
+
+    awaited("its end", no_thread)
+    assert len(disk.flushed) == 3
+
+
+def test_it_ends_with_its_publisher_after_the_file_under_way(disk: Disk, version: Path) -> None:
+    disk.gate.clear()
+    write_back = WriteBack()
+    write_back.begin(version)
+    awaited("the first file", lambda: bool(disk.flushed))
+
+    write_back.stop()
+    disk.gate.set()
+
+    awaited("its end", no_thread)
+    assert disk.flushed == ["model-00001.safetensors"]
+
+
+def test_a_disk_that_fails_is_said_and_ends_nothing(
+    disk: Disk, version: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk.problem = OSError(errno.EIO, os.strerror(errno.EIO))
+    WriteBack().begin(version)
+
+    awaited("its end", no_thread)
+    assert "v000001 was not written back to its disk: [Errno 5]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_a_version_that_is_collected_meanwhile_is_none_of_its_business(
+    disk: Disk, version: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    gone = version if what == "folder" else version / "model-00001.safetensors"
+    if what == "file":
+        names = os.listdir(version)
+        monkeypatch.setattr(os, "listdir", lambda _: names)
+    gone.rename(gone.with_name("elsewhere"))
+    WriteBack().begin(version)
+
+    awaited("its end", no_thread)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.exercises("weights.fsync")
+@pytest.mark.parametrize(
+    ("magic", "policy", "writes_back"),
+    [
+        (EXT4, "auto", True),
+        (EXT4, "never", False),
+        (EXT4, "always", False),
+        (TMPFS, "auto", False),
+        (NFS, "auto", False),
+    ],
+)
+def test_only_what_lies_on_a_disk_of_this_host_and_was_not_flushed_is_written_back(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, magic: int, policy: str, writes_back: bool
+) -> None:
+    monkeypatch.setattr(filesystems, "filesystem_magic", lambda _: magic)
+    with make_publisher(RunDir.create(tmp_path / "run"), fsync=policy) as publisher:
+        owned = [LocalTensor.whole(name, tensor) for name, tensor in small_tensors().items()]
+        publisher.begin(1, 1, owned, PROBE).finish()
+        awaited("its end", no_thread)
+
+    assert bool(disk.flushed) is writes_back
