@@ -107,8 +107,7 @@ class HostBuffers:
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
         self._segments: list[torch.Tensor] = []
-        self._segment = 0
-        self._used_bytes = 0
+        self._used_bytes: list[int] = []
         self._used_before = 0
 
     @property
@@ -117,23 +116,22 @@ class HostBuffers:
 
     def clear(self) -> None:
         """Everything taken since the last time may be taken again; what was needed neither then nor before is given back."""
-        used = self._segment + (self._used_bytes > 0)
+        used = max((number for number, used_bytes in enumerate(self._used_bytes, 1) if used_bytes), default=0)
         del self._segments[max(used, self._used_before) :]
         self._used_before = used
-        self._segment = self._used_bytes = 0
+        self._used_bytes = [0] * len(self._segments)
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Memory that nobody else has until `clear`, uint8[num_bytes]."""
-        while self._segment < len(self._segments):
-            segment = self._segments[self._segment]
-            if self._used_bytes + num_bytes <= segment.numel():
-                taken = segment[self._used_bytes : self._used_bytes + num_bytes]
-                self._used_bytes += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-                return taken
-            self._segment, self._used_bytes = self._segment + 1, 0
+        """Memory that nobody else has until `clear`, uint8[num_bytes]: where it first fits."""
+        for number, segment in enumerate(self._segments):
+            begin = self._used_bytes[number]
+            if begin + num_bytes <= segment.numel():
+                self._used_bytes[number] += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                return segment[begin : begin + num_bytes]
         # Powers of two, because torch rounds pinned memory up to one.
         grown = min(_FIRST_SEGMENT_BYTES << len(self._segments), _LAST_SEGMENT_BYTES)
         self._segments.append(torch.empty(max(grown, num_bytes), dtype=torch.uint8, pin_memory=self._pinned))
+        self._used_bytes.append(0)
         return self.take(num_bytes)
 
 

@@ -11,15 +11,18 @@ import os
 import threading
 from pathlib import Path
 
+_BEGIN_AFTER_S = 2.0
+"""Instances take the version over first. Their records wait for no disk, but for ext4's journal when it commits what was flushed."""
+
 
 class WriteBack:
-    """One thread for one version; a newer version takes its place at the end of a file."""
+    """A thread for the newest version, from two seconds after it was published; the one of an older version ends at the end of a file."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()
 
     def begin(self, folder: Path) -> None:
-        """Write back the weight files in `folder`, which may lose its name meanwhile, or its files."""
+        """Write back the weight files in `folder` soon; it may lose its name meanwhile, or its files."""
         self.stop()
         self._stop = threading.Event()
         threading.Thread(target=_write_back, args=(folder, self._stop), name="write-back", daemon=True).start()
@@ -30,6 +33,8 @@ class WriteBack:
 
 
 def _write_back(folder: Path, stop: threading.Event) -> None:
+    if stop.wait(_BEGIN_AFTER_S):
+        return
     try:
         for name in sorted(os.listdir(folder)):
             if stop.is_set():

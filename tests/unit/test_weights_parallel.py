@@ -139,6 +139,17 @@ def test_host_buffers_grow_by_powers_of_two_and_stay(monkeypatch: pytest.MonkeyP
         assert buffers.allocated_bytes == 1024 + 2048 + 4096 + 4096
 
 
+def test_small_pieces_take_the_room_that_large_ones_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.weights.snapshot._FIRST_SEGMENT_BYTES", 4096)
+    monkeypatch.setattr("stages.weights.snapshot._LAST_SEGMENT_BYTES", 4096)
+    buffers = HostBuffers(pinned=False)
+
+    for size in (3072, 3072, 1024, 1024):
+        buffers.take(size)
+
+    assert buffers.allocated_bytes == 2 * 4096
+
+
 def test_the_kind_of_a_filesystem_is_found(tmp_path: Path) -> None:
     assert LOCAL[filesystem_magic(Path("/dev/shm"))] == "tmpfs"
     assert filesystem_magic(Path("/proc")) not in LOCAL

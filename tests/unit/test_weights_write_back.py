@@ -12,7 +12,7 @@ import pytest
 
 from stages.files import wait_for
 from stages.rundir import RunDir
-from stages.weights import filesystems
+from stages.weights import filesystems, write_back
 from stages.weights.tensors import LocalTensor
 from stages.weights.write_back import WriteBack
 from tests.weights_kit import PROBE, make_publisher, small_tensors
@@ -41,6 +41,7 @@ class Disk:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk = Disk()
     monkeypatch.setattr(os, "fdatasync", disk.fdatasync)
+    monkeypatch.setattr(write_back, "_BEGIN_AFTER_S", 0.0)
     yield disk
     disk.gate.set()
 
@@ -76,11 +77,11 @@ def test_a_newer_version_takes_the_place_of_one_that_a_slow_disk_still_writes(
     disk: Disk, version: Path, tmp_path: Path
 ) -> None:
     disk.gate.clear()
-    write_back = WriteBack()
-    write_back.begin(version)
+    writer = WriteBack()
+    writer.begin(version)
     awaited("the first file", lambda: bool(disk.flushed))
 
-    write_back.begin(a_version(tmp_path / "v000002"))
+    writer.begin(a_version(tmp_path / "v000002"))
     disk.gate.set()
 
     awaited("its end", no_thread)
@@ -89,15 +90,28 @@ def test_a_newer_version_takes_the_place_of_one_that_a_slow_disk_still_writes(
 
 def test_it_ends_with_its_publisher_after_the_file_under_way(disk: Disk, version: Path) -> None:
     disk.gate.clear()
-    write_back = WriteBack()
-    write_back.begin(version)
+    writer = WriteBack()
+    writer.begin(version)
     awaited("the first file", lambda: bool(disk.flushed))
 
-    write_back.stop()
+    writer.stop()
     disk.gate.set()
 
     awaited("its end", no_thread)
     assert disk.flushed == ["model-00001.safetensors"]
+
+
+def test_nothing_is_written_while_instances_take_the_version_over(
+    disk: Disk, version: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_back, "_BEGIN_AFTER_S", LIMIT_S)
+    writer = WriteBack()
+    writer.begin(version)
+
+    writer.stop()
+
+    awaited("its end", no_thread)
+    assert disk.flushed == []
 
 
 def test_a_disk_that_fails_is_said_and_ends_nothing(
