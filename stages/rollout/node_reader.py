@@ -19,7 +19,7 @@ from pathlib import Path
 
 from stages.rollout.errors import ReloadRefusedError, RolloutError
 from stages.rollout.published_sums import has_sums
-from stages.rollout.read_ahead import Ahead
+from stages.rollout.read_ahead import ReadAhead
 from stages.rollout.signature import model_signature
 from stages.rollout.staged_delta import name_of
 from stages.rollout.staging import DroppedError, NoSharedMemoryError, Segment, SegmentLayout
@@ -41,6 +41,8 @@ _RELEASE_S = 0.1
 """For one that has done its work: the next one shall not find it still there."""
 _LAST_PIECE_S = 2.0
 """For a reading that is given up between two pieces."""
+_PROBLEMS = (WeightsError, RolloutError, ReloadRefusedError, OutsideRunError, OSError)
+"""Of a version, of its files, or of the memory: an engine meets them too, and judges."""
 
 
 @dataclass
@@ -72,24 +74,22 @@ class NodeReader:
         self._said = ""
         self._layout: tuple[Path, SegmentLayout] | None = None
         self._joined: tuple[SegmentLayout, Segment] | None = None
-        self._ahead: Ahead | None = None
+        self._ahead: ReadAhead | None = None
         self._tried = ""
         self.start_folder: Path | None = None
 
     def look_ahead(self, newer_than: int) -> None:
-        """Begin to read a version above `newer_than` that a trainer of this host is writing, if there is one; called again and again."""
+        """Begin to read a version above `newer_than` that a trainer of this host is writing, if there is one; called again and again.
+
+        Returns at once, and never raises for what it finds: the engine's server is watched by the same thread.
+        """
         found = unfinished(self._run, newer_than)
         if found is None or found[1].name == self._tried or not self._turn.acquire(blocking=False):
             return
         version, folder = found
         self._tried = folder.name
-        try:
-            self._ahead = Ahead(self._run, version, folder, *self._segment(), self._recorder, self._turn.release)
-        except (RolloutError, ReloadRefusedError, OSError) as problem:
-            self._turn.release()
-            self._say(version, problem)
-            return
-        self._ahead.start()
+        self._ahead = ReadAhead(self._run, version, folder, self._recorder)
+        threading.Thread(target=self._read_ahead, args=(self._ahead,), name="read-ahead", daemon=True).start()
 
     @contextmanager
     def reading(
@@ -100,10 +100,14 @@ class NodeReader:
         `pause` sleeps for so many seconds, and raises to give up. Never raises for what is wrong with the version.
         """
         mine = _Reading(version, digest, deadline_s)
-        if self._ahead is not None and self._ahead.is_alive:
-            if self._is_ahead_of(version):
-                mine.begun.set()  # it has the memory for itself
-            mine.turn_s = deadline_s if mine.begun.is_set() else _LAST_PIECE_S
+        ahead = self._ahead
+        if ahead is not None and not ahead.over.is_set():
+            if ahead.version == version:
+                mine.turn_s = deadline_s
+                mine.begun.set()  # the workers wait for its end as for ours
+            else:
+                mine.turn_s = _LAST_PIECE_S
+                ahead.stop()
         thread = threading.Thread(target=self._read, args=(mine,), name="node-reader", daemon=True)
         thread.start()
         try:
@@ -115,17 +119,10 @@ class NodeReader:
             mine.over.set()
             thread.join(_RELEASE_S)
 
-    def _is_ahead_of(self, version: int) -> bool:
-        """Is this very version being read already? A reading of another one ends."""
-        if self._ahead is None or not self._ahead.is_alive:
-            return False
-        if self._ahead.version != version:
-            self._ahead.stop()
-        return self._ahead.version == version
-
     def close(self) -> None:
         """Leave the node's memory, so that the last one can remove it; also a reading that does not end does not keep it."""
-        self._is_ahead_of(-1)
+        if self._ahead is not None:
+            self._ahead.stop()
         if self._turn.acquire(timeout=_LAST_PIECE_S):
             try:
                 self._leave()
@@ -139,6 +136,18 @@ class NodeReader:
             self._joined[1].close()
             self._joined = None
 
+    def _read_ahead(self, ahead: ReadAhead) -> None:
+        """Has the turn, and gives it back."""
+        try:
+            ahead.read(*self._segment())
+        except DroppedError:
+            pass  # another version is wanted, or none
+        except _PROBLEMS as problem:
+            self._say(ahead.version, problem)
+        finally:
+            self._turn.release()
+            ahead.over.set()
+
     def _read(self, mine: _Reading) -> None:
         # One that was given up may still be in a slow read: then the workers wait for its end, or read.
         if not self._turn.acquire(timeout=mine.turn_s):
@@ -150,7 +159,7 @@ class NodeReader:
                 self._stage(mine, manifest)
         except DroppedError:
             pass  # by the body, which says why
-        except (WeightsError, RolloutError, ReloadRefusedError, OutsideRunError, OSError) as problem:
+        except _PROBLEMS as problem:
             self._say(mine.version, problem)
         finally:
             mine.begun.set()

@@ -11,6 +11,7 @@ import os
 import re
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -18,14 +19,16 @@ from stages.rundir import RunDir
 
 _NAME = re.compile(r"^\.parts\.\d+\.jsonl$")
 _FOLDER = re.compile(r"^\.v(?P<version>\d{6,})\.tmp-(?P<attempt>\d+)-[0-9a-f]+$")
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_LARGEST = 1 << 62
+"""Bytes; larger numbers are none that the kernel takes for an offset."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A part in one piece: `length` bytes, from `offset` of `file` on, and from `first` of its tensor on. It begins at element `start`."""
+    """A part in one piece: `length` bytes, from `offset` of `file` on, and from `first` of its tensor on."""
 
     name: str
-    start: tuple[int, ...]
     file: str
     offset: int
     first: int
@@ -81,7 +84,8 @@ class ProgressReader:
         """Raises FileNotFoundError when the folder is gone, or has its final name; then what was read is all there is."""
         for name in os.listdir(self._folder):
             if name not in self._fds and _NAME.match(name):
-                self._fds[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                with suppress(FileNotFoundError):  # of a rank that has ended meanwhile: others may still write
+                    self._fds[name] = os.open(self._folder / name, _READ_FLAGS)
         return [stretch for name in self._fds for stretch in self._of(name)]
 
     def close(self) -> None:
@@ -110,20 +114,21 @@ def unfinished(run: RunDir, newer_than: int) -> tuple[int, Path] | None:
 
 
 def _names(folder: Path) -> Sequence[str]:
+    """None in what is over meanwhile, or is no folder of ours: what nobody has asked for must not end an agent."""
     try:
         return os.listdir(folder)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return ()
 
 
 def _stretch(line: bytes) -> Stretch | None:
     """None for what is no such line: it is a hint, and the part is read again."""
     try:
-        name, start, file, offset, first, length = json.loads(line)
-        found = Stretch(name, tuple(start), file, offset, first, length)
+        name, file, offset, first, length = json.loads(line)
     except (ValueError, TypeError):
         return None
-    numbers = (*found.start, found.offset, found.first, found.length)
-    texts = (found.name, found.file)
-    sound = all(type(number) is int and number >= 0 for number in numbers) and all(type(text) is str for text in texts)
-    return found if sound and "/" not in file and file.endswith(".safetensors") else None
+    are_numbers = all(type(number) is int and 0 <= number < _LARGEST for number in (offset, first, length))
+    if not are_numbers or type(name) is not str or type(file) is not str:
+        return None
+    is_plain = file.endswith(".safetensors") and not {"/", "\0"} & set(file)
+    return Stretch(name, file, offset, first, length) if is_plain else None

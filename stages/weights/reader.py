@@ -92,16 +92,16 @@ def read_verified(
     into: Mapping[str, torch.Tensor] | None = None,
     arrived: Callable[[str, int, int], None] | None = None,
     check: Callable[[], None] | None = None,
-    have: Mapping[tuple[str, tuple[int, ...]], str] | None = None,
+    have: Mapping[tuple[str, int, int], str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Tensors of a full version on the CPU, in the published number format, each byte read once and verified.
 
     `names` restricts the tensors (and the files that are looked at); `threads` 0 takes this process's processors.
     `into` holds contiguous CPU tensors to read into, of the published format and shape; others are allocated.
     `arrived` is called with (tensor, first byte, length) for bytes that were just read and hashed, by the thread that read
-    them, while they are in its processor's cache; together the calls name every byte once. Only when this function returns
-    are they known to be those of the manifest. `check` runs before each piece, and raises to give up.
-    `have` gives digests of parts, by tensor and first element, whose bytes are in `into` already: those with the right one are not read.
+    them, while they are in its processor's cache; together the calls name every byte once, but for `have`. Only when this function
+    returns are they known to be those of the manifest. `check` runs before each piece, and raises to give up.
+    `have` gives digests of what is in `into` already, by tensor, first byte and length: what is a part with that digest is not read.
     File lengths are compared first, then the digests of small files, headers and tensors.
     Raises SizeMismatchError, DigestMismatchError, KeyError for an unknown name; `into` may then hold anything. NotInFullError.
     """
@@ -114,8 +114,8 @@ def read_verified(
     def read(piece: _Piece, fds: Mapping[str, int]) -> None:
         if check is not None:
             check()
-        first = piece.parts[0]
-        if have and len(piece.parts) == 1 and have.get((piece.name, first.start)) == first.xxh3_128:
+        is_one_part = len(piece.parts) == 1
+        if have and is_one_part and have.get((piece.name, piece.first, piece.length)) == piece.parts[0].xxh3_128:
             return
         _read_piece(fds[piece.entry.file], piece, tensors[piece.name], arrived)
 

@@ -72,7 +72,7 @@ def read_version(
     into: Mapping[str, torch.Tensor] | None = None,
     arrived: Callable[[str, int, int], None] | None = None,
     check: Callable[[], None] | None = None,
-    have: Mapping[tuple[str, tuple[int, ...]], str] | None = None,
+    have: Mapping[tuple[str, int, int], str] | None = None,
     chain: Sequence[Manifest] = (),
 ) -> dict[str, torch.Tensor]:
     """As `stages.weights.reader.read_verified`, for any version; `arrived`, `check` and `have` are for one that is published in full.

@@ -40,7 +40,6 @@ class RankWriter:
         self._fds: dict[str, int] = {}
         self._lanes: Lanes[_Unsummed] = Lanes(())
         self._workers: list[Future[list[_Unsummed]]] = []
-        self._progress: ProgressWriter | None = None
         self.began_s = self.ended_s = 0.0
 
     def start(
@@ -54,7 +53,8 @@ class RankWriter:
         progress: ProgressWriter | None = None,
     ) -> None:
         """Begin to write `copies`, and `whole`: small files, and what the weight files begin with. `progress` is told of parts."""
-        self._progress = progress
+        if progress is not None:
+            self._files.callback(progress.close)
         for name in sorted({layout.tensors[piece.name].file for piece, _ in copies} | whole.keys()):
             self._fds[name] = self._open(folder / name)
         places = layout.tensors
@@ -84,7 +84,7 @@ class RankWriter:
         done = [written for worker in self._workers for written in worker.result()]
         if flush:
             map_threads(os.fsync, list(self._fds.values()), len(self._fds))
-        self._close_files()
+        self._files.close()
         return [(name, replace(part, sum64=copy.sum64())) for written in done for name, part, copy in written]
 
     def close(self) -> None:
@@ -92,11 +92,6 @@ class RankWriter:
         self._lanes.stop()
         wait(self._workers)
         self._lanes, self._workers = Lanes(()), []
-        self._close_files()
-
-    def _close_files(self) -> None:
-        if self._progress is not None:
-            self._progress.close()
         self._files.close()
 
     def _note_end(self, _worker: Future[list[_Unsummed]]) -> None:
@@ -129,7 +124,7 @@ def _write_piece(
             _pwrite(fd, view[number * length : (number + 1) * length], place.offset + offset)
     if progress is not None and len(offsets) == 1:
         first = offsets[0]
-        progress.add(Stretch(piece.name, piece.box.start, place.file, place.offset + first, first, length))
+        progress.add(Stretch(piece.name, place.file, place.offset + first, first, length))
     return [(piece.name, Part(piece.box.start, piece.box.shape, digest), copy)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,28 @@ def test_the_newest_version_that_this_attempt_writes_is_looked_for(run: RunDir) 
     assert unfinished(run, 8) is None
 
 
+def test_what_somebody_put_there_under_such_a_name_is_left_alone(run: RunDir) -> None:
+    (run.weights / ".v000009.tmp-0-0123abcd").write_text("")
+    newest = a_folder(run, ".v000008.tmp-0-0123abcd")
+
+    assert unfinished(run, 7) == (8, newest)
+
+
+def test_lines_of_a_rank_that_ends_while_they_are_looked_for_are_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, writer = ProgressWriter(tmp_path, 0), ProgressWriter(tmp_path, 1)
+    stretch = Stretch("a", "model.safetensors", 0, 0, 8)
+    writer.add(stretch)
+    ended.tell()
+    writer.tell()
+    names = os.listdir(tmp_path)
+    ended.close()
+    monkeypatch.setattr(os, "listdir", lambda _: names)
+
+    assert ProgressReader(tmp_path).new() == [stretch]
+
+
 def test_nothing_of_it_is_left_in_a_version_or_after_one_that_failed(run: RunDir, publisher: Publisher) -> None:
     publication = written(publisher, 1)
     assert list(publication._path.glob(".parts.*"))
@@ -87,7 +110,7 @@ def test_nothing_of_it_is_left_in_a_version_or_after_one_that_failed(run: RunDir
 
 
 def test_nobody_hears_of_a_part_while_training_still_waits_for_the_copies(tmp_path: Path) -> None:
-    stretch, later = (Stretch("a", (row,), "model.safetensors", row * 8, row * 8, 8) for row in (0, 1))
+    stretch, later = (Stretch("a", "model.safetensors", row * 8, row * 8, 8) for row in (0, 1))
     writer, lines = ProgressWriter(tmp_path, 0), ProgressReader(tmp_path)
     writer.add(stretch)
     assert lines.new() == []
@@ -103,7 +126,7 @@ def test_nobody_hears_of_a_part_while_training_still_waits_for_the_copies(tmp_pa
 
 def test_a_publication_that_is_over_before_it_may_tell_leaves_nothing(tmp_path: Path) -> None:
     writer = ProgressWriter(tmp_path, 0)
-    writer.add(Stretch("a", (0,), "model.safetensors", 0, 0, 8))
+    writer.add(Stretch("a", "model.safetensors", 0, 0, 8))
 
     writer.close()
     writer.tell()
@@ -134,21 +157,21 @@ def test_each_rank_tells_of_its_own_parts_and_only_of_those_in_one_piece(run: Ru
     for done in run_ranks(2, publish):
         done.result()
 
-    assert sorted((stretch.name, stretch.start, stretch.first, stretch.length) for stretch in found) == [
-        ("rows", (0, 0), 0, 64),
-        ("rows", (2, 0), 64, 64),
+    assert sorted((stretch.name, stretch.first, stretch.length) for stretch in found) == [
+        ("rows", 0, 64),
+        ("rows", 64, 64),
     ]
 
 
 def test_a_line_that_is_still_being_written_waits_for_its_end(tmp_path: Path) -> None:
-    whole = json.dumps(["a", [0], "model.safetensors", 0, 0, 8])
+    whole = json.dumps(["a", "model.safetensors", 0, 0, 8])
     (tmp_path / ".parts.0.jsonl").write_text(whole[:10])
     lines = ProgressReader(tmp_path)
 
     assert lines.new() == []
     (tmp_path / ".parts.0.jsonl").write_text(whole + "\n")
 
-    assert lines.new() == [Stretch("a", (0,), "model.safetensors", 0, 0, 8)]
+    assert lines.new() == [Stretch("a", "model.safetensors", 0, 0, 8)]
     assert lines.new() == []
     lines.close()
 
