@@ -334,7 +334,7 @@ class Publication:
             self._folder.commit(
                 manifest.to_record(), pointer=(self._run.latest_json, latest), flush=self._publisher.flushes
             )
-        self._publisher.has_published(self._folder.final)
+        self._publisher.published(self._folder.final)
         return manifest
 
     def _make_manifest(self, written: Sequence[_Done]) -> Manifest:

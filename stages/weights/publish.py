@@ -171,7 +171,7 @@ class Publisher:
         """The version that was just published; None when that failed, or when its bytes are not kept."""
         self._before = snapshot
 
-    def has_published(self, folder: Path) -> None:
+    def published(self, folder: Path) -> None:
         """On rank 0: the version has its name, and readers."""
         if self.writes_back:
             self._write_back.begin(folder)

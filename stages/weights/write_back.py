@@ -16,25 +16,33 @@ _BEGIN_AFTER_S = 2.0
 
 
 class WriteBack:
-    """A thread for the newest version, from two seconds after it was published; the one of an older version ends at the end of a file."""
+    """A thread for the newest version, from two seconds after it was published; the one of an older version ends at the end of a file.
+
+    One file at a time: what a slow disk has not written yet would only keep further files open, which cannot be written over then.
+    """
 
     def __init__(self) -> None:
         self._stop = threading.Event()
+        self._disk = threading.Lock()
 
     def begin(self, folder: Path) -> None:
         """Write back the weight files in `folder` soon; it may lose its name meanwhile, or its files."""
         self.stop()
         self._stop = threading.Event()
-        threading.Thread(target=_write_back, args=(folder, self._stop), name="write-back", daemon=True).start()
+        threading.Thread(target=self._write_back, args=(folder, self._stop), name="write-back", daemon=True).start()
 
     def stop(self) -> None:
-        """Begin no further file. Does not wait for the one under way: the disk may be slow, and the thread ends with the process."""
+        """Begin no further file. Does not wait for the one under way; a process that ends is gone only when the disk has it."""
         self._stop.set()
 
+    def _write_back(self, folder: Path, stop: threading.Event) -> None:
+        if stop.wait(_BEGIN_AFTER_S):
+            return
+        with self._disk:
+            _write_back_files(folder, stop)
 
-def _write_back(folder: Path, stop: threading.Event) -> None:
-    if stop.wait(_BEGIN_AFTER_S):
-        return
+
+def _write_back_files(folder: Path, stop: threading.Event) -> None:
     try:
         for name in sorted(os.listdir(folder)):
             if stop.is_set():

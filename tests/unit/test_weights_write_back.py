@@ -22,24 +22,35 @@ TMPFS, EXT4, NFS = 0x0102_1994, 0xEF53, 0x6969
 
 
 class Disk:
-    """Stands in for fdatasync. `gate` keeps it from coming back."""
+    """Stands in for fdatasync of files in `folder`. `gate` keeps it from coming back."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.flushed: list[str] = []
+        self.under_way = self.most_under_way = 0
+        self.lock = threading.Lock()
         self.gate = threading.Event()
         self.gate.set()
         self.problem: OSError | None = None
 
     def fdatasync(self, fd: int) -> None:
-        self.flushed.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if not path.is_relative_to(self.folder):
+            return  # of a publisher that another test left open
+        with self.lock:
+            self.flushed.append(path.name)
+            self.under_way += 1
+            self.most_under_way = max(self.most_under_way, self.under_way)
         assert self.gate.wait(LIMIT_S)
+        with self.lock:
+            self.under_way -= 1
         if self.problem is not None:
             raise self.problem
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    disk = Disk()
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    disk = Disk(tmp_path)
     monkeypatch.setattr(os, "fdatasync", disk.fdatasync)
     monkeypatch.setattr(write_back, "_BEGIN_AFTER_S", 0.0)
     yield disk
@@ -85,6 +96,19 @@ def test_a_newer_version_takes_the_place_of_one_that_a_slow_disk_still_writes(
     disk.gate.set()
 
     awaited("its end", no_thread)
+    assert len(disk.flushed) == 3
+
+
+def test_a_slow_disk_has_one_file_at_a_time(disk: Disk, tmp_path: Path) -> None:
+    disk.gate.clear()
+    writer = WriteBack()
+    for version in range(4):
+        writer.begin(a_version(tmp_path / f"v{version:06d}"))
+        awaited("the first file", lambda: bool(disk.flushed))
+    disk.gate.set()
+
+    awaited("its end", no_thread)
+    assert disk.most_under_way == 1
     assert len(disk.flushed) == 3
 
 
