@@ -22,23 +22,23 @@ TMPFS, EXT4, NFS = 0x0102_1994, 0xEF53, 0x6969
 
 
 class Disk:
-    """Stands in for fdatasync of files in `folder`. `gate` keeps it from coming back."""
+    """Stands in for sync_file_range of files in `folder`. `gate` keeps it from coming back."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.flushed: list[str] = []
+        self.written: list[tuple[str, int]] = []
         self.under_way = self.most_under_way = 0
         self.lock = threading.Lock()
         self.gate = threading.Event()
         self.gate.set()
         self.problem: OSError | None = None
 
-    def fdatasync(self, fd: int) -> None:
+    def write_piece(self, fd: int, begin: int, length: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{fd}"))
         if not path.is_relative_to(self.folder):
             return  # of a publisher that another test left open
         with self.lock:
-            self.flushed.append(path.name)
+            self.written.append((path.name, begin))
             self.under_way += 1
             self.most_under_way = max(self.most_under_way, self.under_way)
         assert self.gate.wait(LIMIT_S)
@@ -51,7 +51,8 @@ class Disk:
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk = Disk(tmp_path)
-    monkeypatch.setattr(os, "fdatasync", disk.fdatasync)
+    monkeypatch.setattr(write_back, "write_piece", disk.write_piece)
+    monkeypatch.setattr(write_back, "_PIECE_BYTES", 6)
     monkeypatch.setattr(write_back, "_BEGIN_AFTER_S", 0.0)
     yield disk
     disk.gate.set()
@@ -81,7 +82,21 @@ def test_every_weight_file_is_written_and_no_other(disk: Disk, version: Path) ->
     WriteBack().begin(version)
 
     awaited("its end", no_thread)
-    assert disk.flushed == ["model-00001.safetensors", "model-00002.safetensors"]
+    assert disk.written == [(f"model-0000{number}.safetensors", begin) for number in (1, 2) for begin in (0, 6)]
+
+
+def test_the_kernel_takes_the_call_for_a_file_and_says_why_not_for_anything_else(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"0" * 10)
+    with (tmp_path / "file").open("rb") as file:
+        write_back.write_piece(file.fileno(), 0, 6)
+        write_back.write_piece(file.fileno(), 6, 6)
+    reading, writing = os.pipe()
+
+    with pytest.raises(OSError, match="Illegal seek"):
+        write_back.write_piece(reading, 0, 6)
+
+    os.close(reading)
+    os.close(writing)
 
 
 def test_a_newer_version_takes_the_place_of_one_that_a_slow_disk_still_writes(
@@ -90,39 +105,39 @@ def test_a_newer_version_takes_the_place_of_one_that_a_slow_disk_still_writes(
     disk.gate.clear()
     writer = WriteBack()
     writer.begin(version)
-    awaited("the first file", lambda: bool(disk.flushed))
+    awaited("the first piece", lambda: bool(disk.written))
 
     writer.begin(a_version(tmp_path / "v000002"))
     disk.gate.set()
 
     awaited("its end", no_thread)
-    assert len(disk.flushed) == 3
+    assert len(disk.written) == 1 + 4
 
 
-def test_a_slow_disk_has_one_file_at_a_time(disk: Disk, tmp_path: Path) -> None:
+def test_a_slow_disk_has_one_piece_at_a_time(disk: Disk, tmp_path: Path) -> None:
     disk.gate.clear()
     writer = WriteBack()
     for version in range(4):
         writer.begin(a_version(tmp_path / f"v{version:06d}"))
-        awaited("the first file", lambda: bool(disk.flushed))
+        awaited("the first piece", lambda: bool(disk.written))
     disk.gate.set()
 
     awaited("its end", no_thread)
     assert disk.most_under_way == 1
-    assert len(disk.flushed) == 3
+    assert len(disk.written) == 1 + 4
 
 
-def test_it_ends_with_its_publisher_after_the_file_under_way(disk: Disk, version: Path) -> None:
+def test_it_ends_with_its_publisher_after_the_piece_under_way(disk: Disk, version: Path) -> None:
     disk.gate.clear()
     writer = WriteBack()
     writer.begin(version)
-    awaited("the first file", lambda: bool(disk.flushed))
+    awaited("the first piece", lambda: bool(disk.written))
 
     writer.stop()
     disk.gate.set()
 
     awaited("its end", no_thread)
-    assert disk.flushed == ["model-00001.safetensors"]
+    assert disk.written == [("model-00001.safetensors", 0)]
 
 
 def test_nothing_is_written_while_instances_take_the_version_over(
@@ -135,7 +150,7 @@ def test_nothing_is_written_while_instances_take_the_version_over(
     writer.stop()
 
     awaited("its end", no_thread)
-    assert disk.flushed == []
+    assert disk.written == []
 
 
 def test_a_disk_that_fails_is_said_and_ends_nothing(
@@ -146,6 +161,18 @@ def test_a_disk_that_fails_is_said_and_ends_nothing(
 
     awaited("its end", no_thread)
     assert "v000001 was not written back to its disk: [Errno 5]" in capsys.readouterr().out
+
+
+def test_where_no_thread_is_to_be_had_the_kernel_does_it(
+    version: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    WriteBack().begin(version)
+
+    assert "v000001 is written to its disk when the kernel likes: can't start" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("what", ["folder", "file"])
@@ -183,4 +210,4 @@ def test_only_what_lies_on_a_disk_of_this_host_and_was_not_flushed_is_written_ba
         publisher.begin(1, 1, owned, PROBE).finish()
         awaited("its end", no_thread)
 
-    assert bool(disk.flushed) is writes_back
+    assert bool(disk.written) is writes_back
