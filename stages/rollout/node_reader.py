@@ -83,10 +83,16 @@ class NodeReader:
 
         Returns at once, and never raises for what it finds: the engine's server is watched by the same thread.
         """
-        found = unfinished(self._run, newer_than)
-        if found is None or found[1].name == self._tried or not self._turn.acquire(blocking=False):
+        ahead = self._ahead
+        # What a killed trainer has left does not replace what is newer.
+        found = unfinished(self._run, newer_than if ahead is None else max(newer_than, ahead.version - 1))
+        if found is None or found[1].name == self._tried:
             return
         version, folder = found
+        if not self._turn.acquire(blocking=False):
+            if ahead is not None and ahead.version != version:
+                ahead.stop()  # who begins a newer version has given it up
+            return
         self._tried = folder.name
         self._ahead = ReadAhead(self._run, version, folder, self._recorder)
         threading.Thread(target=self._read_ahead, args=(self._ahead,), name="read-ahead", daemon=True).start()

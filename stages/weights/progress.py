@@ -19,9 +19,12 @@ from stages.rundir import RunDir
 
 _NAME = re.compile(r"^\.parts\.\d+\.jsonl$")
 _FOLDER = re.compile(r"^\.v(?P<version>\d{6,})\.tmp-(?P<attempt>\d+)-[0-9a-f]+$")
+_WEIGHTS = re.compile(r"^[\w.-]+\.safetensors$", re.ASCII)
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _LARGEST = 1 << 62
 """Bytes; larger numbers are none that the kernel takes for an offset."""
+_LOOK_BYTES = 1 << 16
+"""Read of each rank's file at a time; no line of a trainer is longer."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class ProgressWriter:
 
 
 class ProgressReader:
-    """`new` gives what came since the last time."""
+    """`new` gives what came since the last time, of each rank so much at once that it does not take long."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -94,10 +97,9 @@ class ProgressReader:
         self._fds.clear()
 
     def _of(self, name: str) -> list[Stretch]:
-        data = self._begun.get(name, b"")
-        while chunk := os.read(self._fds[name], 1 << 16):
-            data += chunk
-        *lines, self._begun[name] = data.split(b"\n")
+        data = self._begun.get(name, b"") + os.read(self._fds[name], _LOOK_BYTES)
+        *lines, begun = data.split(b"\n")
+        self._begun[name] = begun if len(begun) < _LOOK_BYTES else b""  # what comes of it is no line either
         return [stretch for line in lines if (stretch := _stretch(line)) is not None]
 
 
@@ -125,10 +127,9 @@ def _stretch(line: bytes) -> Stretch | None:
     """None for what is no such line: it is a hint, and the part is read again."""
     try:
         name, file, offset, first, length = json.loads(line)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
     are_numbers = all(type(number) is int and 0 <= number < _LARGEST for number in (offset, first, length))
     if not are_numbers or type(name) is not str or type(file) is not str:
         return None
-    is_plain = file.endswith(".safetensors") and not {"/", "\0"} & set(file)
-    return Stretch(name, file, offset, first, length) if is_plain else None
+    return Stretch(name, file, offset, first, length) if _WEIGHTS.match(file) else None

@@ -134,6 +134,22 @@ def test_a_newer_version_that_is_asked_for_ends_the_reading_of_an_older_one(
     assert agent._ahead.over.is_set()
 
 
+def test_a_newer_version_that_is_begun_ends_the_reading_of_an_older_one(
+    run: RunDir, agent: NodeReader, publisher: Publisher, served: tuple[EngineModel, EngineWeights]
+) -> None:
+    stuck = run.weights / ".v000001.tmp-0-0123abcd"
+    stuck.mkdir()
+    ProgressWriter(stuck, 0).tell()
+    agent.look_ahead(0)
+    publication = written(publisher, 2)
+
+    agent.look_ahead(0)
+    ended(agent)
+    looked_ahead(agent)
+
+    assert take_over(agent, run, served, publication.finish()) == (False, True)
+
+
 def test_memory_that_an_engine_still_needs_is_left_to_it(
     run: RunDir, agent: NodeReader, publisher: Publisher, served: tuple[EngineModel, EngineWeights]
 ) -> None:
@@ -147,6 +163,23 @@ def test_memory_that_an_engine_still_needs_is_left_to_it(
     assert served[1].swap(held)["fault"] == ""
     served[1].staging.release()
     assert take_over(agent, run, served, publication.finish()) == (False, True)
+
+
+def test_what_a_killed_trainer_left_replaces_nothing_newer(
+    run: RunDir, agent: NodeReader, publisher: Publisher, served: tuple[EngineModel, EngineWeights]
+) -> None:
+    publication = written(publisher, 2)
+    looked_ahead(agent)
+    manifest = publication.finish()
+    left = run.weights / ".v000001.tmp-0-0123abcd"
+    left.mkdir()
+    ProgressWriter(left, 0).tell()
+
+    agent.look_ahead(0)
+    ended(agent)
+    agent.look_ahead(0)
+
+    assert not stage(served[1], run, manifest).read_here
 
 
 def test_an_agent_that_leaves_ends_its_reading(

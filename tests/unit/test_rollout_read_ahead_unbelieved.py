@@ -84,6 +84,11 @@ def test_bytes_that_were_read_too_early_are_read_again(
         '[["NORM"], "model.safetensors", 0, 0, 8]',
         '["NORM", "model.safetensors", 8, 0, 32]',
         '["NORM", "model.safetensors", 8, 16, 8]',
+        '["NORM", "model.safetensors", 0, 0, 0]',
+        '["NORM", "model.safetensors", 0, 0, 1, 8]',
+        '["NORM", "\\ud800.safetensors", 0, 0, 8]',
+        '["NORM", ' + "[" * 20_000,
+        "x" * 200_000,
     ],
 )
 def test_a_line_that_is_wrong_changes_nothing(
