@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -86,8 +87,8 @@ class ReadAhead:
             try:
                 while not self._stopped.wait(_LOOK_S) and time.monotonic() < newest_s + _PATIENCE_S:
                     for stretch in progress.new():
-                        newest_s = time.monotonic()
                         if parts.claim(stretch):
+                            newest_s = time.monotonic()
                             readings.append(pool.submit(parts.read, stretch, self._check))
             except FileNotFoundError:
                 pass
@@ -117,7 +118,7 @@ class _Parts:
     ) -> None:
         self._folder = folder
         self._bytes = {name: bytes_of(tensor) for name, tensor in tensors.items()}
-        self._claimed: dict[str, list[range]] = {name: [] for name in tensors}
+        self._claimed: dict[str, list[range]] = {name: [] for name in tensors}  # in their order
         self._digests = digests
         self._lock = threading.Lock()
         self._files: dict[str, int] = {}
@@ -128,9 +129,12 @@ class _Parts:
         if stretch.name not in self._bytes or place.stop > len(self._bytes[stretch.name]):
             return False
         others = self._claimed[stretch.name]
-        if any(place.start < other.stop and other.start < place.stop for other in others):
+        at = bisect_right(others, place.start, key=lambda other: other.start)
+        is_behind = at == 0 or others[at - 1].stop <= place.start
+        is_before = at == len(others) or place.stop <= others[at].start
+        if not (place and is_behind and is_before):
             return False
-        others.append(place)
+        others.insert(at, place)
         return True
 
     def read(self, stretch: Stretch, check: Callable[[], None]) -> None:

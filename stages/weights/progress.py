@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -116,9 +117,9 @@ def unfinished(run: RunDir, newer_than: int) -> tuple[int, Path] | None:
 
 
 def _names(folder: Path) -> Sequence[str]:
-    """None in what is over meanwhile, or is no folder of ours: what nobody has asked for must not end an agent."""
+    """None in what is over meanwhile, or is no folder of ours, or a link: what nobody has asked for must not end an agent."""
     try:
-        return os.listdir(folder)
+        return os.listdir(folder) if stat.S_ISDIR(os.lstat(folder).st_mode) else ()
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return ()
 

@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stages.rollout.engine_weights import EngineWeights
 from stages.rollout.node_reader import NodeReader
+from stages.rollout.read_ahead import _Parts
 from stages.rundir import RunDir
+from stages.weights.progress import Stretch
 from stages.weights.publication import Publication
 from stages.weights.publish import Publisher
 from stages.weights.tensors import LocalTensor
@@ -140,6 +145,18 @@ def test_nothing_is_read_over_bytes_that_were_hashed(
     looked_ahead(agent, len(lines))
 
     assert take_over(agent, run, served, publication.finish()) == (False, True)
+
+
+@given(places=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=20))
+@settings(max_examples=50, deadline=None)
+def test_a_place_is_had_once_and_no_place_is_none(places: list[tuple[int, int]]) -> None:
+    parts, had = _Parts(Path(), {NORM: torch.zeros(32, dtype=torch.uint8)}, {}), set[int]()
+    for first, length in places:
+        place = set(range(first, first + length))
+        is_free = bool(place) and max(place) < 32 and not place & had
+
+        assert parts.claim(Stretch(NORM, "model.safetensors", 0, first, length)) is is_free
+        had |= place if is_free else set()
 
 
 def _rewrite_lines(publication: Publication, rewrite: Callable[[Line], Line | None]) -> list[Line]:

@@ -76,8 +76,13 @@ def test_the_newest_version_that_this_attempt_writes_is_looked_for(run: RunDir) 
     assert unfinished(run, 8) is None
 
 
-def test_what_somebody_put_there_under_such_a_name_is_left_alone(run: RunDir) -> None:
+def test_what_somebody_put_there_under_such_a_name_is_left_alone(run: RunDir, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    ProgressWriter(outside, 0).tell()
     (run.weights / ".v000009.tmp-0-0123abcd").write_text("")
+    (run.weights / ".v000010.tmp-0-0123abcd").symlink_to(outside)
+    (run.weights / ".v000011.tmp-0-0123abcd").symlink_to(".v000011.tmp-0-0123abcd")
     newest = a_folder(run, ".v000008.tmp-0-0123abcd")
 
     assert unfinished(run, 7) == (8, newest)
