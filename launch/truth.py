@@ -255,10 +255,18 @@ def _stood_still(facts: Facts) -> str:
 
 
 def watch(
-    folders: Sequence[Folder], *, look_s: float, sleep: Callable[[float], None] = time.sleep
+    folders: Sequence[Folder], *, look_s: float, also_over: bool = False, sleep: Callable[[float], None] = time.sleep
 ) -> dict[tuple[Path, int], Beats]:
-    """(run, attempt) -> what moved, for runs that may be alive. Ends as soon as everything has moved."""
-    watched = [folder for folder in folders if folder.state and folder.state.get("phase") not in (*ENDED, "requeued")]
+    """(run, attempt) -> what moved, for runs that may be alive. Ends as soon as everything has moved.
+
+    `also_over`: and for those that are over, when an instance has not said its last word: people start servers of such runs.
+    """
+    watched = [
+        folder
+        for folder in folders
+        if folder.state
+        and (folder.state.get("phase") not in (*ENDED, "requeued") or (also_over and any(_counters(folder))))
+    ]
     if not watched:
         return {}
     first = [_counters(folder) for folder in watched]

@@ -99,7 +99,7 @@ def _instance_row(status: InstanceStatus, moves: bool | None, is_over: bool) -> 
     last_word = "stopped" if status.state == "stopping" else f"gone, was {status.state}"
     return (
         status.instance,
-        last_word if is_over else status.state,
+        last_word if is_over and not moves else status.state,
         "none proved" if status.version < 0 else str(status.version),
         status.manifest_digest or "-",
         status.host,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from conf.sections import WeightsConfig
+from launch import truth
 from launch.runs import Folder
 from launch.truth import Truth
 from stages.rundir import RunDir
@@ -20,6 +22,7 @@ from stages.weights.records import Nack, RefreshRequest
 from stages.weights.refresh import request_refresh
 from stages.weights.report import inspect_lines
 from tests.delta_kit import flip_last_byte, payload_file, publish_chain
+from tests.made_runs import made
 from tests.weights_kit import (
     INSTANCES,
     Answers,
@@ -71,6 +74,23 @@ def test_inspect_says_of_instances_of_a_run_that_is_over_that_they_are_not_there
     lines = inspect_lines(run, {}, is_over=is_over)
 
     assert {line.split()[0]: line.split()[1] for line in lines if line.startswith("rollout")} == wanted
+
+
+def test_inspect_finds_the_server_that_somebody_started_of_a_run_that_is_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made(tmp_path / "over", "succeeded", mode="local")
+    register(run, "rollout_000", state="ready")
+    register(run, "rollout_001", state="ready")
+    beats = itertools.count()
+    monkeypatch.setattr(truth, "_counters", lambda _folder: {"": 7, "rollout_000": next(beats), "rollout_001": 3})
+
+    assert main(["inspect", str(run.root)]) == 0
+
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("rollout")}
+    assert " ready " in lines["rollout_000"]
+    assert ", moves" in lines["rollout_000"]
+    assert "gone, was ready" in lines["rollout_001"]
 
 
 def test_inspect_of_a_new_run_says_that_there_is_nothing_yet(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
