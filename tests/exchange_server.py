@@ -129,7 +129,8 @@ class Server:
     """
 
     server = SimpleNamespace(base_url="http://127.0.0.1:1", pid=1)
-    reader = SimpleNamespace(reading=lambda version, digest, **_: nullcontext())  # all is read by the engine
+    # All is read by the engine, and nothing ahead.
+    reader = SimpleNamespace(reading=lambda version, digest, **_: nullcontext(), look_ahead=lambda newer_than: None)
 
     def __init__(
         self,
