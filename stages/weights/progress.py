@@ -53,27 +53,38 @@ class ProgressWriter:
         """Its bytes are in the file."""
         line = json.dumps(astuple(stretch)).encode() + b"\n"
         with self._lock:
-            if self._fd is None:
+            if self._fd is not None:
+                self._write(line)
+            elif not self._is_over:
                 self._untold.append(line)
-            else:
-                os.write(self._fd, line)
 
     def tell(self) -> None:
         """From now on readers may take processors, and bandwidth of the memory: training does not wait for this version any more."""
         with self._lock:
             if not self._is_over and self._fd is None:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                self._fd = os.open(self._path, flags, 0o600)
-                os.write(self._fd, b"".join(self._untold))
+                self._write(b"".join(self._untold))
 
     def close(self) -> None:
         """And nothing of it is left. Harmless when repeated."""
         with self._lock:
-            self._is_over = True
-            if self._fd is not None:
-                os.close(self._fd)
-                self._fd = None
-                self._path.unlink(missing_ok=True)
+            self._end()
+
+    def _write(self, lines: bytes) -> None:
+        """A disk that has no room for a hint may have some for the version; nobody misses what was not told."""
+        try:
+            if self._fd is None:
+                self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            os.write(self._fd, lines)
+        except OSError as problem:
+            print(f"readers are not told what of {self._path.parent.name} is whole: {problem}", flush=True)
+            self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+            self._path.unlink(missing_ok=True)
 
 
 class ProgressReader:

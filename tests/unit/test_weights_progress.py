@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 
 from stages.files import wait_for
 from stages.rundir import RunDir
-from stages.weights import filesystems
+from stages.weights import filesystems, progress
 from stages.weights.progress import ProgressReader, ProgressWriter, Stretch, unfinished
 from stages.weights.publication import Publication
 from stages.weights.publish import Publisher
@@ -137,6 +139,25 @@ def test_a_publication_that_is_over_before_it_may_tell_leaves_nothing(tmp_path: 
     writer.tell()
 
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fails", ["open", "write"])
+def test_a_hint_for_which_there_is_no_room_is_said_once_and_fails_no_version(
+    run: RunDir,
+    publisher: Publisher,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fails: str,
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(progress, "os", SimpleNamespace(**{**vars(os), fails: full}))
+    publication = written(publisher, 1)
+
+    assert publication.finish().version == 1
+    assert not list(run.weights.rglob(".parts.*"))
+    assert capsys.readouterr().out.count("readers are not told what of .v000001.tmp-0") == 1
 
 
 def test_each_rank_tells_of_its_own_parts_and_only_of_those_in_one_piece(run: RunDir, tells: None) -> None:
