@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import time
@@ -31,6 +32,11 @@ class Recorder:
         self.home.mkdir()
         self.version = version_of(self.run("sinfo", "--version").out)
         self._made_up = {str(self.home): "/home/user", str(running.root): "/cluster", socket.gethostname(): "login"}
+        plugins = re.search(r"PluginDir\s*= (\S+)", self.run("scontrol", "show", "config").out)
+        if plugins is not None:
+            self._made_up[plugins[1]] = (
+                "/usr/lib/slurm"  # of a release that somebody built for himself it may be anywhere
+            )
 
     def run(self, *words: str) -> Said:
         done = subprocess.run(

@@ -90,6 +90,16 @@ def job_of(version: str, name: str) -> int:
     return min(state.job_id for state in slurm.parse_scontrol(answer(version, name, "scontrol")))
 
 
+def test_no_recording_names_a_folder_of_the_machine_that_made_it() -> None:
+    shared_by_all = r"/(dev|usr|bin|lib|lib64|var/log|home/user|cluster|nowhere)(/|\b)|/tmp(?!/)"
+    texts = {path: path.read_text() for path in FOLDER.rglob("*.txt")}
+
+    paths = {(path, name) for path, text in texts.items() for name in re.findall(r"(?<![\w./*-])/[a-z][\w./-]*", text)}
+
+    assert paths
+    assert not {(path, name) for path, name in paths if not re.match(shared_by_all, name)}
+
+
 @dataclass
 class Replay:
     """In the place of Slurm's commands. `asked` are those that were run."""
