@@ -274,11 +274,14 @@ def test_a_batch_script_is_told_from_a_step(version: str) -> None:
 @pytest.mark.parametrize("version", RELEASES)
 def test_a_supervisor_knows_the_components_of_its_job(version: str) -> None:
     ordinary = Allocation.from_environment(environment(version, "batch"))
-    het = Allocation.from_environment(environment(version, "het_batch"))
+    of_het = environment(version, "het_batch")
+    nodes = tuple((of_het[f"SLURM_JOB_NODELIST_HET_GROUP_{component}"],) for component in (0, 1))
+    het = Allocation.from_environment(of_het)
 
     assert (len(ordinary.component_ids), ordinary.is_het, len(ordinary.hosts[0])) == (1, False, 1)
     assert het.component_ids == (het.job_id, het.job_id + 1)
-    assert (het.is_het, het.hosts) == (True, (("node0",), ("node1",)))
+    assert (het.is_het, het.hosts) == (True, nodes)
+    assert len(set(nodes)) == 2
 
 
 @pytest.mark.parametrize("version", RELEASES)
