@@ -101,9 +101,12 @@ class Truth:
         return 0 if self.state in GOOD else 1
 
 
-def tell(roots: Sequence[Path]) -> list[Truth]:
-    """The truth about each run; all are watched together, and Slurm is asked once for all. Raises NotARunError."""
-    seen = watch([Folder.at(root) for root in roots], look_s=LOOK_S)
+def tell(roots: Sequence[Path], *, also_over: bool = False) -> list[Truth]:
+    """The truth about each run; all are watched together, and Slurm is asked once for all. `also_over` is that of `watch`.
+
+    Raises NotARunError.
+    """
+    seen = watch([Folder.at(root) for root in roots], look_s=LOOK_S, also_over=also_over)
     folders = [Folder.at(root) for root in roots]  # anew: a last word may have come meanwhile
     silent = _find_unrecorded(folders)
     asked = {folder.job_id for folder in folders if folder.mode in IN_JOBS and folder.state.get("phase") not in ENDED}
@@ -130,8 +133,8 @@ def _may_be_unrecorded(folder: Folder) -> bool:
     return process_of(folder)[0] not in ("", "here")
 
 
-def tell_one(root: Path) -> Truth:
-    return tell([root])[0]
+def tell_one(root: Path, *, also_over: bool = False) -> Truth:
+    return tell([root], also_over=also_over)[0]
 
 
 def readable(roots: Iterable[Path]) -> tuple[list[Path], list[str]]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from conf.load import WrongConfigFileError, load
 from conf.schema import LibraConfig
 from launch.runs import Folder, NotARunError
-from launch.truth import LOOK_S, OVER, Beats, Truth, tell_one, watch
+from launch.truth import OVER, Truth, tell_one
 from stages.files import DamagedRecordError
 from stages.rundir import FencedError, RunDir, RunDirectoryError
 from stages.weights.difference import describe_difference
@@ -109,13 +109,9 @@ def _open(root: Path) -> RunDir:
 
 
 def _inspect(run: RunDir, _options: argparse.Namespace) -> int:
-    truth = tell_one(run.root)
-    moves, is_over = truth.beats.instances, truth.state in OVER
-    if is_over and not moves:
-        (beats,) = watch([truth.folder], look_s=LOOK_S, also_over=True).values() or (Beats(),)
-        moves = beats.instances
+    truth = tell_one(run.root, also_over=True)
     print(f"run {run.run_id}, attempt {run.attempt}, {_state(truth)}, {run.root}")
-    print("\n".join(inspect_lines(run, moves, is_over=is_over)))
+    print("\n".join(inspect_lines(run, truth.beats.instances, is_over=truth.state in OVER)))
     return 0
 
 

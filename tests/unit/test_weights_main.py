@@ -83,6 +83,8 @@ def test_inspect_finds_the_server_that_somebody_started_of_a_run_that_is_over(
     register(run, "rollout_000", state="ready")
     register(run, "rollout_001", state="ready")
     beats = itertools.count()
+    monkeypatch.setattr(truth, "LOOK_S", 0.05)
+    monkeypatch.setattr(truth, "LOOK_PAUSE_S", 0.01)
     monkeypatch.setattr(truth, "_counters", lambda _folder: {"": 7, "rollout_000": next(beats), "rollout_001": 3})
 
     assert main(["inspect", str(run.root)]) == 0
