@@ -16,7 +16,7 @@ from stages.rollout.errors import RefusedAgainError
 from stages.rollout.refresh import Refresh
 from stages.rollout.registration import Registration
 from stages.weights.apply import Requests, write_loaded, write_prepared
-from stages.weights.filesystems import is_local
+from stages.weights.filesystems import is_local, lies_on_a_disk_here
 from stages.weights.records import Loaded, Prepared, RefreshRequest
 
 _POLL_FIRST_S = 0.005
@@ -38,7 +38,8 @@ def follow_requests(context: StageContext, keeper: ServerKeeper, registration: R
     follower = Follower(context, keeper, registration)
     since_s, supervisor = time.monotonic(), SupervisorWatch.of(context)
     longest_s = longest_pause_s(context.run.root, len(context.plan.rollout.instances))
-    reads_ahead = context.config.rollout_weight_reload_method == "inplace" and is_local(context.run.weights)
+    is_in_place = context.config.rollout_weight_reload_method == "inplace"
+    reads_ahead = is_in_place and lies_on_a_disk_here(context.run.weights)  # elsewhere no trainer tells what is whole
     while True:
         supervisor.look()
         if follower.step():

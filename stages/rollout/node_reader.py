@@ -85,7 +85,12 @@ class NodeReader:
         """
         ahead = self._ahead
         # What a killed trainer has left does not replace what is newer.
-        found = unfinished(self._run, newer_than if ahead is None else max(newer_than, ahead.version - 1))
+        oldest = newer_than + 1 if ahead is None else max(newer_than + 1, ahead.version)
+        try:
+            found = unfinished(self._run, oldest - 1)
+        except OSError as problem:
+            self._say(oldest, problem)
+            return
         if found is None or found[1].name == self._tried:
             return
         version, folder = found
@@ -94,8 +99,16 @@ class NodeReader:
                 ahead.stop()  # who begins a newer version has given it up
             return
         self._tried = folder.name
-        self._ahead = ReadAhead(self._run, version, folder, self._recorder)
-        threading.Thread(target=self._read_ahead, args=(self._ahead,), name="read-ahead", daemon=True).start()
+        self._begin_ahead(ReadAhead(self._run, version, folder, self._recorder))
+
+    def _begin_ahead(self, ahead: ReadAhead) -> None:
+        try:
+            threading.Thread(target=self._read_ahead, args=(ahead,), name="read-ahead", daemon=True).start()
+        except RuntimeError as problem:  # no thread is to be had: a limit of processes is reached
+            self._turn.release()
+            self._say(ahead.version, problem)
+        else:
+            self._ahead = ahead
 
     @contextmanager
     def reading(

@@ -51,6 +51,11 @@ def lies_in_memory(folder: Path) -> bool:
     return LOCAL.get(filesystem_magic(folder)) == "tmpfs"
 
 
+def lies_on_a_disk_here(folder: Path) -> bool:
+    """Does the kernel of this host write what is in `folder` to a disk, sooner or later?"""
+    return is_local(folder) and not lies_in_memory(folder)
+
+
 def filesystem_magic(path: Path) -> int:
     """f_type of statfs(2), which Python's os.statvfs leaves out. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -14,7 +14,7 @@ from stages.rundir import RunDir
 from stages.weights import spares
 from stages.weights.delta_chain import MOST_LINKS
 from stages.weights.encoder import Snapshot
-from stages.weights.filesystems import is_local, lies_in_memory, must_flush
+from stages.weights.filesystems import lies_in_memory, lies_on_a_disk_here, must_flush
 from stages.weights.hf_folder import small_files
 from stages.weights.layout import Layout, Offer, plan_layout
 from stages.weights.manifest import Manifest, Probe
@@ -203,8 +203,7 @@ class Publisher:
 
         Not of files that are memory: they are whole as soon as training goes on, and readers would only slow the copies.
         """
-        is_worth_it = self.copier.is_cuda and not self.keeps_snapshots
-        return is_worth_it and is_local(self.run.weights) and not lies_in_memory(self.run.weights)
+        return self.copier.is_cuda and not self.keeps_snapshots and lies_on_a_disk_here(self.run.weights)
 
     @cached_property
     def flushes(self) -> bool:
@@ -213,5 +212,4 @@ class Publisher:
     @cached_property
     def writes_back(self) -> bool:
         """Is a version written to its disk after it was published? Not before, and not by the kernel when it likes."""
-        on_a_disk = is_local(self.run.weights) and not lies_in_memory(self.run.weights)
-        return on_a_disk and not self.flushes and self.options.fsync != "never"
+        return lies_on_a_disk_here(self.run.weights) and not self.flushes and self.options.fsync != "never"

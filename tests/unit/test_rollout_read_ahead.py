@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stages.rollout import read_ahead
+from stages.rollout import node_reader, read_ahead
 from stages.rollout.engine_weights import EngineWeights
 from stages.rollout.node_reader import NodeReader
 from stages.rundir import RunDir
@@ -259,3 +260,30 @@ def _open_files(folder: Path) -> int:
         with suppress(FileNotFoundError):  # closed meanwhile
             found.append(os.readlink(f"/proc/self/fd/{fd}"))
     return sum(path.startswith(f"{folder}/") for path in found)
+
+
+@pytest.mark.parametrize("what", ["folder", "thread"])
+def test_where_nothing_is_to_be_had_the_agent_says_so_once_and_reads_when_it_is_asked(
+    run: RunDir,
+    agent: NodeReader,
+    publisher: Publisher,
+    served: tuple[EngineModel, EngineWeights],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    what: str,
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EMFILE, "no more files") if what == "folder" else RuntimeError("can't start new thread")
+
+    publication = written(publisher, 1)
+    with monkeypatch.context() as short:
+        if what == "folder":
+            short.setattr(node_reader, "unfinished", fails)
+        else:
+            short.setattr(threading.Thread, "start", fails)
+        agent.look_ahead(0)
+        agent.look_ahead(0)
+
+    said = "no more files" if what == "folder" else "can't start new thread"
+    assert capsys.readouterr().out.count(said) == 1
+    assert take_over(agent, run, served, publication.finish()) == (False, True)
